@@ -1,0 +1,207 @@
+"""The one configuration: a flat frozen dataclass, an ordinary Python file that binds `config`, and `key=value` overrides.
+
+Names and defaults are those of TRL's `AsyncGRPOConfig`; the last block is this project's own.
+"""
+import ast
+import difflib
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+
+class ConfigError(Exception):
+    """Something the user can put right: the message is one sentence that says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on. Sizes are in tokens and times in seconds unless a comment says otherwise."""
+
+    # What is trained, on what, for which reward
+    model: str = ""                               # Hugging Face id or folder; also the name the vLLM server serves
+    reward_funcs: typing.Any = None               # one callable or several; their rewards are summed
+    train_dataset: typing.Any = None              # .jsonl path, `datasets` name, list of rows, datasets.Dataset, or a callable
+    train_split: str = "train"                    # split of a `datasets` name
+    loop_cls: typing.Any = None                   # subclass of rollout.AsyncRolloutLoop
+
+    # Model
+    model_init_kwargs: dict | None = None         # passed to from_pretrained
+    dtype: str = "float32"                        # of the loaded weights; mixed precision keeps fp32 masters whatever it says
+    trust_remote_code: bool = False
+
+    # Generation
+    num_generations: int = 8
+    max_completion_length: int = 2048             # of one request
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    chat_template_kwargs: dict | None = None
+
+    # The vLLM server
+    vllm_server_base_url: str = "http://localhost:8000"
+    vllm_server_timeout: float = 1800.0
+
+    # Objective
+    epsilon: float = 0.2
+    epsilon_high: float | None = None             # None: epsilon
+    score_centering: bool = True
+    vllm_importance_sampling_clip_min: float = 0.5
+    vllm_importance_sampling_clip_max: float = 5.0
+    num_sampler_logprobs: int = 8
+    token_budget: int | None = None               # unique tokens of a row; None: the server's max_model_len
+
+    # Asynchrony
+    max_concurrent_rollouts: int = 512
+    max_staleness: int = 4                        # weight updates
+    weight_sync_steps: int = 1
+    rollout_worker_timeout: float = 300.0
+
+    # Optimization
+    num_train_epochs: float = 3.0                 # passes over the prompts; ignored when max_steps > 0
+    max_steps: int = -1
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "constant"
+    lr_scheduler_kwargs: dict | None = None
+    warmup_steps: float = 0                       # steps; below 1, a share of max_steps
+    optim: str = "adamw_torch_fused"              # or adamw_torch, sgd
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    router_aux_loss_coef: float | None = None     # None: the model config's value; 0 disables
+
+    # Precision, memory, devices
+    bf16: bool | None = None                      # None: on a GPU, unless fp16 is set
+    fp16: bool = False
+    tf32: bool | None = None
+    gradient_checkpointing: bool = True
+    use_cpu: bool = False
+    ddp_timeout: int = 1800
+    seed: int = 42
+    data_seed: int | None = None                  # None: seed
+    full_determinism: bool = False
+
+    # Output
+    output_dir: str | None = None                 # None: runs/<name of the config file>
+    logging_steps: int = 1
+    log_completions: bool = False
+    num_completions_to_print: int | None = None   # None: all of the last group
+    disable_tqdm: bool | None = None              # None: a bar on a terminal, plain lines elsewhere
+    report_to: str = "none"                       # none or wandb
+    run_name: str | None = None
+    project: str = "huggingface"
+
+    # This project's own
+    launch_server: bool = False                   # train.py starts, watches and stops the server of serve.py
+    vllm_max_model_length: int | None = None      # the server's --max-model-len; None: the model's
+    weight_sync_backend: str = "disk"             # the server reads a folder that train.py writes
+    loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
+    centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
+    attention_backend: str = "auto"               # flex, sdpa, or auto: flex on a GPU, else sdpa
+
+    def __post_init__(self):
+        for rule, sentence in self._rules():
+            if not rule:
+                raise ConfigError(sentence)
+
+    def _rules(self):
+        yield isinstance(self.model, str), "model is the name or folder of a checkpoint: pass a string."
+        yield self.model, "model is missing: set it to a Hugging Face id or a folder."
+        yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+        yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
+        for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
+                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, max_staleness=0, top_k=0).items():
+            yield getattr(self, name) >= low, f"{name}={getattr(self, name)} must be at least {low}."
+        yield self.temperature >= 0.01, f"temperature={self.temperature} must be at least 0.01, where vLLM stops scaling."
+        yield 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]."
+        yield self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]."
+        yield not self.restricted_sampling or self.top_k > 0, "top_p < 1 and min_p > 0 need top_k too, which bounds the candidate set vLLM records."
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        yield 0 <= low <= 1 <= high, f"vllm_importance_sampling_clip_min={low} and _max={high} must enclose 1, the ratio of an unchanged policy."
+        yield self.loss_normalization in ("micro_batch", "step"), f"loss_normalization={self.loss_normalization!r} must be 'micro_batch' or 'step'."
+        yield self.weight_sync_backend == "disk", f"weight_sync_backend={self.weight_sync_backend!r} must be 'disk'."
+        yield self.attention_backend in ("auto", "flex", "sdpa"), f"attention_backend={self.attention_backend!r} must be auto, flex or sdpa."
+        yield self.optim in ("adamw_torch_fused", "adamw_torch", "sgd"), f"optim={self.optim!r} must be adamw_torch_fused, adamw_torch or sgd."
+        yield self.dtype in ("auto", "bfloat16", "float16", "float32"), f"dtype={self.dtype!r} must be auto, bfloat16, float16 or float32."
+        yield not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other: set one."
+        yield self.report_to in ("none", "wandb"), f"report_to={self.report_to!r} must be 'none' or 'wandb'."
+        yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
+        yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."
+        decays = self.lr_scheduler_type not in ("constant", "constant_with_warmup")
+        yield not decays or self.max_steps > 0, f"lr_scheduler_type={self.lr_scheduler_type!r} decays over a number of steps that only max_steps can give: set it."
+        warms = self.warmup_steps and self.lr_scheduler_type == "constant"
+        yield not warms, "lr_scheduler_type='constant' has no warm-up: use 'constant_with_warmup' with warmup_steps."
+        yield self.warmup_steps >= 1 or not self.warmup_steps or self.max_steps > 0, "warmup_steps below 1 is a share of max_steps: set max_steps."
+
+    @property
+    def reward_functions(self) -> list[Callable]:
+        funcs = self.reward_funcs
+        return [] if funcs is None else list(funcs) if isinstance(funcs, (list, tuple)) else [funcs]
+
+    @property
+    def restricted_sampling(self) -> bool:
+        """Whether the sampler draws from a candidate set instead of the whole vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+
+def load_config(argv: list[str]) -> Config:
+    """The config of `argv` = [path of a Python file that binds `config`, "key=value", …].
+
+    Raises ConfigError for a missing file, an unknown key (naming the nearest one) or a value of the wrong type.
+    """
+    if not argv:
+        raise ConfigError("which config? Usage: train.py configs/x.py [key=value …]")
+    path = Path(argv[0])
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file: give the path of a config, e.g. configs/smollm_cpu.py.")
+    spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # so that functions of the file can be inspected and pickled
+    spec.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path} must bind `config = Config(…)`.")
+    changes = dict(_parse_override(type(config), text) for text in argv[1:])
+    if config.output_dir is None and "output_dir" not in changes:
+        changes["output_dir"] = f"runs/{path.stem}"
+    return replace(config, **changes)
+
+
+def _parse_override(cls: type[Config], text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    key = key.removeprefix("--")
+    names = [field.name for field in fields(cls)]
+    if not equals:
+        raise ConfigError(f"{text!r} is not an override: write key=value.")
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
+        raise ConfigError(f"unknown option {key!r}" + (f": did you mean {near[0]!r}?" if near else ": see config.py for the list."))
+    return key, _parse_value(key, value, typing.get_type_hints(cls)[key])
+
+
+def _parse_value(key: str, text: str, declared) -> object:
+    choices = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+    if type(None) in choices and text.lower() == "none":
+        return None
+    kind = next(choice for choice in choices if choice is not type(None))
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind in (int, float, str):
+            return kind(text)
+        value = ast.literal_eval(text)
+        if kind is dict and not isinstance(value, dict):
+            raise ValueError
+        return value
+    except (KeyError, ValueError, SyntaxError):
+        if kind is typing.Any and key == "train_dataset":
+            return text
+        wanted = {typing.Any: "a Python literal (set functions in the config file)"}.get(kind, getattr(kind, "__name__", str(kind)))
+        raise ConfigError(f"{key}={text}: the value must be {wanted}.") from None

@@ -1,0 +1,74 @@
+"""Prompts: rows with a conversational `prompt` and any other columns, which reach the reward functions by name."""
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from config import ConfigError
+
+
+def load_rows(source, split: str = "train") -> Sequence[dict]:
+    """The rows of `source`: a .jsonl path, a `datasets` name, a Dataset, a list of dicts, or a callable returning one.
+
+    Raises ConfigError when there is no row, or naming the first row whose prompt is not a conversation.
+    """
+    origin = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
+    if callable(source):
+        source = source()
+    if source is None:
+        raise ConfigError("train_dataset is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
+    if isinstance(source, str):
+        source = _read_jsonl(Path(source)) if source.endswith((".jsonl", ".json")) else _load_dataset(source, split)
+    rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
+    if len(rows) == 0:
+        raise ConfigError(f"train_dataset {origin} has no rows.")
+    for index, row in enumerate(rows):
+        if problem := _prompt_problem(row):
+            raise ConfigError(f"row {index} of train_dataset {origin}: {problem}")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[dict]:
+    if not path.is_file():
+        raise ConfigError(f"train_dataset {path} is not a file.")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number} is not JSON ({error}): put one object on each line.") from None
+    return rows
+
+
+def _load_dataset(name: str, split: str):
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"train_dataset={name!r} is loaded with the `datasets` package: pip install datasets.") from None
+    return datasets.load_dataset(name, split=split)
+
+
+def _prompt_problem(row) -> str | None:
+    """What is wrong with a row's prompt, as a sentence, or None."""
+    if not isinstance(row, dict) or "prompt" not in row:
+        return "it has no 'prompt' column; rename yours to 'prompt'."
+    prompt = row["prompt"]
+    messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return None if messages else ("its prompt is not a conversation: make it a list of messages, e.g. "
+                                  "[{'role': 'user', 'content': 'Hello'}].")
+
+
+def prompt_order(num_rows: int, seed: int, start: int = 0) -> Iterator[tuple[int, int, int]]:
+    """(group_id, row index, epoch) without end: every row once an epoch, in an order that only `seed` and the epoch decide.
+
+    `start` is the group id to begin with, so a resumed run goes on where it stopped.
+    """
+    epoch, offset = divmod(start, num_rows)
+    group_id = start
+    while True:
+        order = list(range(num_rows))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        for index in order[offset:]:
+            yield group_id, index, epoch
+            group_id += 1
+        epoch, offset = epoch + 1, 0

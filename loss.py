@@ -1,0 +1,216 @@
+"""The objective and the head it is taken through.
+
+Whose number it is, is in the name: `sampler_logprobs` come from the server, `logprobs` from the trainer, with gradient; both
+are log_softmax(logits / temperature) over the same support.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 27     # logits held at a time, (terms x vocabulary block); 0.5 GB in fp32
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Candidate sets of the loss terms: term rows[c] may draw token ids[c]; `whole` (M,) bool marks terms without a set."""
+
+    rows: Tensor                 # (C,) int64
+    ids: Tensor                  # (C,) int64
+    whole: Tensor                # (M,) bool
+
+
+def _logits_block(hidden: Tensor, weight: Tensor, start: int, temperature: float, softcap: float | None,
+                  candidates: Candidates | None) -> tuple[Tensor, Tensor | None]:
+    """Logits (M, B) of the vocabulary block that `weight` (B, D) holds, in fp32 (fp64 for fp64), and d logit / d raw logit if not constant."""
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    slope = None
+    if softcap is not None:
+        squashed = torch.tanh(logits / softcap)
+        logits, slope = squashed * softcap, 1 - squashed.square()
+    logits = logits / temperature
+    if candidates is not None:
+        allowed = candidates.whole[:, None].expand(logits.shape).clone()
+        inside = (candidates.ids >= start) & (candidates.ids < start + len(weight))
+        allowed[candidates.rows[inside], candidates.ids[inside] - start] = True
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits, slope
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """Log-probs and entropy straight from hidden states, one vocabulary block at a time, recomputed in backward.
+
+    Blocks run over the vocabulary, not over terms: with the normaliser known, each block's weight gradient is one finished
+    matrix product, accumulated in fp32 inside it, and no full-size fp32 buffer of the weight exists. Peak extra memory is the
+    weight's gradient, one block and an (M, D) fp32 accumulator.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, softcap: float | None,
+                candidates: Candidates | None, block: int) -> tuple[Tensor, Tensor]:
+        """hidden (M, D), weight (V, D), ids (M, J) with -1 for absent -> log-probs (M, J), entropy (M,)."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        peak = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)            # (M,) running maximum
+        mass, energy = torch.zeros_like(peak), torch.zeros_like(peak)              # (M,) sum e^(l - peak), sum l e^(l - peak)
+        chosen = hidden.new_full(ids.shape, -torch.inf, dtype=wide)               # (M, J) logits of ids
+        for start in range(0, len(weight), block):
+            logits, _ = _logits_block(hidden, weight[start:start + block], start, temperature, softcap, candidates)
+            higher = torch.maximum(peak, logits.amax(-1))
+            base = higher.nan_to_num(neginf=0.0)                                    # no candidate so far: nothing to add
+            shrink = torch.exp(peak - base)
+            p = torch.exp(logits - base[:, None])
+            mass = mass * shrink + p.sum(-1)
+            energy = energy * shrink + (p * logits.nan_to_num(neginf=0.0)).sum(-1)
+            peak = higher
+            inside = (ids >= start) & (ids < start + logits.shape[1])
+            chosen = torch.where(inside, logits.gather(1, (ids - start).clamp(0, logits.shape[1] - 1)), chosen)
+        normaliser = peak + mass.log()                                             # (M,)
+        ctx.save_for_backward(hidden, weight, ids, normaliser)
+        ctx.settings = temperature, softcap, candidates, block
+        entropy = normaliser - energy / mass
+        ctx.mark_non_differentiable(entropy)
+        return chosen - normaliser[:, None], entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        """d logit(v) = Σ_j grad_j·[v = id_j] − (Σ_j grad_j)·p(v); an id that is absent or outside the candidate set has no gradient."""
+        hidden, weight, ids, normaliser = ctx.saved_tensors
+        temperature, softcap, candidates, block = ctx.settings
+        total = grad.sum(-1, keepdim=True)                                         # (M, 1)
+        grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device)
+        grad_weight = torch.empty_like(weight)
+        for start in range(0, len(weight), block):
+            part = weight[start:start + block]
+            logits, slope = _logits_block(hidden, part, start, temperature, softcap, candidates)
+            d = torch.exp(logits - normaliser[:, None]) * -total                   # (M, B)
+            inside = (ids >= start) & (ids < start + len(part))
+            d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, grad, 0))
+            d = (d if slope is None else d * slope) / temperature
+            d = d.to(hidden.dtype)
+            grad_hidden += d @ part
+            grad_weight[start:start + block] = d.T @ hidden
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, topk_ids: Tensor, *, temperature: float = 1.0,
+                   softcap: float | None = None, candidates: Candidates | None = None, block: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the targets (M,) and of the sampler's top tokens (M, K), with gradient, and the entropy (M,), without.
+
+    hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where the sampler reported fewer (log-prob -inf).
+    Never holds more than `block` columns of the (M, V) logits.
+    """
+    if block is None:
+        block = max(BLOCK_ELEMENTS // max(len(hidden), 1), 1024)
+    ids = torch.cat([targets[:, None], topk_ids], dim=1)                           # (M, 1 + K)
+    logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block)
+    return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy                # not views: FSDP hooks the outputs
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The numbers the objective depends on; see `policy_loss`."""
+
+    clip_min: float = 0.5
+    clip_max: float = 5.0
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    score_centering: bool = True
+    centering_tail: bool = False
+
+    def inside(self, ratio: Tensor) -> Tensor:
+        return (self.clip_min <= ratio) & (ratio <= self.clip_max)
+
+
+def policy_loss(objective: Objective, logprobs: Tensor, topk_logprobs: Tensor, sampler_logprobs: Tensor,
+                sampler_topk_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Loss of each term (M,), undivided. All (M,) but the two (M, K).
+
+    A token is kept when clip_min <= r <= clip_max, with r = π/μ; any other, or one whose r is not a number, contributes exactly
+    0, to the gradient too. Score centering (arXiv 2609.20807), with f(r) = r inside the bounds and 0 outside, f and μ constant:
+        −A·( f(r_t)·log π(o_t) − Σ_{v in top K} μ(v)·f(r_v)·log π(v) )        since the score does not average to 0 under μ ≠ π
+    `centering_tail` adds  α·Σ_{v in top K} π(v)·log π(v)  inside the brackets (its Eq. 14): the unreported tail of μ is taken
+    as ρ·π, whose expected score is −Σ_K π ∇log π by normalisation; α = 1 if 1/ρ is inside the bounds, else 0.
+    Otherwise GRPO's clipped surrogate.
+    """
+    log_ratio = logprobs - sampler_logprobs                                        # (M,)
+    kept = objective.inside(log_ratio.detach().exp())
+    log_ratio = torch.where(kept, log_ratio, 0)                                    # no infinite slope behind the mask
+    if not objective.score_centering:
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
+        return torch.where(kept, -torch.minimum(ratio * advantages, clipped * advantages), 0)
+    logprobs = torch.where(kept, logprobs, 0)
+    score = log_ratio.detach().exp() * logprobs                                    # f(r_t)·log π(o_t)
+    present = torch.isfinite(sampler_topk_logprobs) & torch.isfinite(topk_logprobs)
+    topk_logprobs = torch.where(present, topk_logprobs, 0)
+    sampler_topk_logprobs = torch.where(present, sampler_topk_logprobs, 0)
+    pi = torch.where(present, topk_logprobs.detach().exp(), 0)                     # (M, K), = μ(v)·r_v
+    in_bounds = objective.inside((topk_logprobs - sampler_topk_logprobs).detach().exp())
+    expected = (torch.where(in_bounds, pi, 0) * topk_logprobs).sum(-1)             # Σ μ(v)·f(r_v)·log π(v)
+    if objective.centering_tail:
+        tail_pi = 1 - pi.sum(-1)
+        tail_mu = 1 - torch.where(present, sampler_topk_logprobs.exp(), 0).sum(-1)
+        alpha = objective.inside(tail_pi / tail_mu).to(pi.dtype)                   # 1/ρ; both tails empty: NaN, so 0
+        expected = expected - alpha * (pi * topk_logprobs).sum(-1)
+    return torch.where(kept, -advantages * (score - expected), 0)
+
+
+SUMS = ("terms", "logp_difference", "ratio", "masked", "sampler_mass", "entropy", "clip_low", "clip_high", "k3")
+MAXIMA = ("logp_difference", "ratio", "minus_ratio", "clip_high", "minus_clip_low")
+
+
+class LossStats:
+    """Sums and extremes over the trained tokens of a step, kept on the device and reduced over ranks by one collective."""
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self.maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, objective: Objective, logprobs: Tensor, entropy: Tensor, sampler_logprobs: Tensor,
+            sampler_topk_logprobs: Tensor, advantages: Tensor, term_sample: Tensor, num_samples: int) -> None:
+        """One row's terms; shapes as in `policy_loss`, term_sample (M,) numbering the row's samples."""
+        if len(logprobs) == 0:
+            return
+        log_ratio = (logprobs - sampler_logprobs).clamp(-80, 80)                   # finite in the log even when masked
+        ratio = log_ratio.exp()
+        low, high = ratio < 1 - objective.epsilon, ratio > 1 + objective.epsilon_high
+        if not objective.score_centering:                                          # there the loss clips, on one side of zero each
+            low, high = low & (advantages < 0), high & (advantages > 0)
+        per_sample = torch.zeros(3, num_samples, device=ratio.device, dtype=ratio.dtype)
+        per_sample.index_add_(1, term_sample, torch.stack([torch.ones_like(ratio), low.to(ratio.dtype), high.to(ratio.dtype)]))
+        fractions = per_sample[1:] / per_sample[0]                                 # (2, num_samples); NaN without a trained token
+        lows, highs = (fractions.nan_to_num(nan=fill) for fill in (torch.inf, -torch.inf))
+        self.sums += torch.stack([x.double().sum() for x in (
+            torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
+            low, high, ratio.clamp(max=1e9) - 1 - log_ratio)])
+        self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (
+            log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
+
+    def reduce(self, objective: Objective, group=None) -> dict[str, float]:
+        """The spec's loss-side metrics over all ranks; empty when the step had no trained token."""
+        both = torch.cat([self.sums, self.maxima])
+        if group is not None:
+            parts = [torch.empty_like(both) for _ in range(group.size())]
+            torch.distributed.all_gather(parts, both, group=group)
+            both = torch.stack(parts)
+        both = both.reshape(-1, len(SUMS) + len(MAXIMA)).cpu()
+        total = dict(zip(SUMS, both[:, :len(SUMS)].sum(0).tolist()))
+        peak = dict(zip(MAXIMA, both[:, len(SUMS):].amax(0).tolist()))
+        if not (n := total.pop("terms")):
+            return {}
+        mean = {name: value / n for name, value in total.items()}
+        metrics = {
+            "sampling/sampling_logp_difference/mean": mean["logp_difference"],
+            "sampling/sampling_logp_difference/max": peak["logp_difference"],
+            "sampling/importance_sampling_ratio/min": -peak["minus_ratio"],
+            "sampling/importance_sampling_ratio/mean": mean["ratio"],
+            "sampling/importance_sampling_ratio/max": peak["ratio"],
+            "sampling/masked_mean": mean["masked"],
+            "sampling/mismatch_kl": mean["k3"],
+            "entropy": mean["entropy"],
+            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
+            "clip_ratio/low_mean": mean["clip_low"], "clip_ratio/low_min": -peak["minus_clip_low"],
+            "clip_ratio/high_mean": mean["clip_high"], "clip_ratio/high_max": peak["clip_high"],
+        }
+        return metrics | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {})

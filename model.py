@@ -1,0 +1,102 @@
+"""The policy: load, shard, and the forward that turns a packed row into log-probs."""
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import attention
+from config import Config, ConfigError
+from loss import Candidates, fused_logprobs
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward scores the loss terms of a row instead of returning logits."""
+
+    def __init__(self, lm: nn.Module, temperature: float, backend: str):
+        super().__init__()
+        self.lm, self.temperature, self.backend = lm, temperature, backend
+        self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+
+    def forward(self, row: dict[str, Tensor], candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """row: the tensors of a packing.Row -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,)."""
+        tree = attention.TreeMask(row["end"], row["position_ids"], self.backend)
+        hidden = self.lm.base_model(input_ids=row["input_ids"][None], position_ids=row["position_ids"][None],
+                                    use_cache=False, tree=tree).last_hidden_state[0]     # (N, D)
+        head = self.lm.get_output_embeddings().weight                                   # (V, D)
+        return fused_logprobs(hidden[row["term_index"]], head, row["targets"], row["topk_ids"],
+                              temperature=self.temperature, softcap=self.softcap, candidates=candidates)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Of forward and backward, and of the server: bf16 by default where the device multiplies it fast, else the weights' dtype."""
+    if config.fp16:
+        return torch.float16
+    fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    if config.bf16 or (config.bf16 is None and fast):
+        return torch.bfloat16
+    return torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def load_tokenizer(config: Config):
+    """The tokenizer of `config.model`; its chat template is required."""
+    revision = (config.model_init_kwargs or {}).get("revision")
+    tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code, revision=revision)
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{config.model} has no chat template, which conversational prompts need: use an instruction-tuned model.")
+    return tokenizer
+
+
+def eos_token_ids(config: Config, tokenizer) -> list[int]:
+    """Every token that ends a reply: the tokenizer's and those of the checkpoint's generation config."""
+    try:
+        listed = GenerationConfig.from_pretrained(config.model).eos_token_id
+    except OSError:
+        listed = None
+    listed = [listed] if isinstance(listed, int) else listed or []
+    return sorted({*listed, tokenizer.eos_token_id} - {None})
+
+
+def load_policy(config: Config, device: torch.device) -> Policy:
+    """The pretrained model with tree attention. Masters are fp32 under mixed precision, else `config.dtype`."""
+    attention.register()
+    mixed = compute_dtype(config, device) in (torch.bfloat16, torch.float16) and (config.bf16 is not False or config.fp16)
+    options = dict(dtype="float32" if mixed else config.dtype, trust_remote_code=config.trust_remote_code) | (config.model_init_kwargs or {})
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation=attention.NAME, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model={config.model!r} could not be loaded: {str(error).splitlines()[0]}") from error
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"{config.model} has a bias in its output head, which is not supported.")
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    lm.train()
+    return Policy(lm, config.temperature, attention.choose_backend(config.attention_backend, device)).to(device)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:
+    """FSDP2: one unit a decoder layer, the rest (embedding, norm, head, tied or not) in the root unit.
+
+    Gradients are *summed* over ranks, in fp32: the loss already carries the global denominator.
+    """
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in policy.lm.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return policy
+
+
+def make_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
+    """AdamW (fused where the device has one) or SGD; weight decay on matrices only."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in trained if p.ndim >= 2], weight_decay=config.weight_decay),
+              dict(params=[p for p in trained if p.ndim < 2], weight_decay=0.0)]
+    groups = [group for group in groups if group["params"]]
+    if config.optim == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=config.optim == "adamw_torch_fused")

@@ -1,0 +1,480 @@
+"""The rollout process: generate with vLLM, score, compute advantages, and stream samples to the trainer.
+
+Trainer and rollout process share a queue of samples, a queue of metrics, a queue for the failure that ends the run, and a few
+numbers. The process loads the same config file by path, so nothing of the config is pickled.
+"""
+import asyncio
+import itertools
+import json
+import math
+import multiprocessing
+import queue
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+import numpy as np
+
+from config import Config, ConfigError, load_config
+from data import load_rows, prompt_order
+from metrics import Window
+from packing import Sample
+from rewards import call_rewards, reward_name
+from tools import TurnRecord, render, turns_to_samples
+
+RETRY_SECONDS = 25.0     # how long one request is retried while the server cannot be reached
+SCORE_QUEUE_SIZE = 16    # groups waiting to be scored before generation is held back
+
+
+@dataclass
+class Rollout:
+    """One finished rollout, as returned by `generate_one`."""
+
+    completion: list[dict]               # messages generated after the prompt
+    completion_ids: list[int]
+    turns: list[TurnRecord]              # every sampling request, in order
+    tool_call_count: int = 0
+    tool_failure_count: int = 0
+    reward: float | None = None          # added to those of the reward functions; None: no reward from here
+    rollout_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass
+class RolloutGroup:
+    """The rollouts of one prompt, scored together; each list has one entry a rollout."""
+
+    prompts: list[list[dict]]
+    reward_kwargs: dict[str, list]
+    completions: list[list[dict]]
+    completions_ids: list[list[int]]
+    completions_sequences: list[list[Sample]]
+    model_version: int                   # when the group's first rollout started
+    group_id: int
+    row_index: int
+    rollout_rewards: list[float | None]
+    queued_at: float = 0.0               # time.monotonic() when queued for scoring
+    rewards: np.ndarray | None = None    # (G,) summed over sources; NaN where no source scored
+
+
+@dataclass
+class Shared:
+    """What the trainer and the rollout process share."""
+
+    samples: object                      # Queue of Sample; None: no more will come
+    metrics: object                      # Queue of (Window.drain(), table of completions)
+    failure: object                      # Queue of traceback texts
+    version: object                      # Value: the current model version
+    allowance: object                    # Value: tokens that may be queued or in progress
+    consumed: object                     # Value: tokens of the samples taken from the queue so far
+    heartbeat: object                    # Value: time.monotonic() of the event loop's last sign of life
+    stop: object                         # Event
+
+    @classmethod
+    def create(cls) -> "Shared":
+        spawn = multiprocessing.get_context("spawn")
+        return cls(spawn.Queue(), spawn.Queue(), spawn.Queue(), spawn.Value("q", 0), spawn.Value("q", 0), spawn.Value("q", 0),
+                   spawn.Value("d", time.monotonic()), spawn.Event())
+
+
+class AsyncRolloutLoop:
+    """Generates and scores rollouts. Subclass it, override a hook and set `loop_cls` in the config to change a step."""
+
+    def __init__(self, config: Config, dataset, tokenizer, eos_token_ids: list[int], max_model_len: int, shared: Shared, start_group: int = 0):
+        self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
+        self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
+        self.metrics = Window()
+        self.url = config.vllm_server_base_url.rstrip("/")
+        self.seeds = itertools.count((config.seed << 40) + start_group * config.num_generations)
+        self.slots = asyncio.Semaphore(config.max_concurrent_rollouts)
+        self.running = 0                 # rollouts in flight
+        self.reserved_groups = 0         # groups started and not yet scored
+        self.submitted = 0               # tokens put into the sample queue
+        self.finished_rollouts, self.finished_tokens = 0, 0
+
+    # Hooks: what a custom run overrides
+
+    def filter_prompt(self, row_index: int, row: dict, epoch: int) -> bool:
+        """Whether to generate for a prompt; a rejected one counts as consumed."""
+        return True
+
+    async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0) -> Rollout:
+        """One full rollout for a prompt: a single turn."""
+        prompt_ids = render(self.tokenizer, prompt, self.config.chat_template_kwargs)
+        turn = await self.generate_one_turn(prompt_ids)
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+        return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
+
+    async def generate_one_turn(self, prompt_ids: list[int]) -> TurnRecord:
+        """Sample one reply from the vLLM server with the config's sampling settings."""
+        config = self.config
+        room = self.max_model_len - len(prompt_ids)
+        if room < (1 if config.restricted_sampling else config.max_completion_length):
+            raise ConfigError(f"a prompt of {len(prompt_ids)} tokens and max_completion_length={config.max_completion_length} exceed the server's "
+                              f"max_model_len {self.max_model_len}: raise vllm_max_model_length or shorten the prompt.")
+        # The server reports the sampled token within the number asked for: one more, so that the top K are complete.
+        logprobs = config.num_sampler_logprobs + 1 if config.score_centering else 1
+        sampling = dict(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0,
+                        max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=next(self.seeds),
+                        stop_token_ids=self.eos_token_ids, detokenize=False)
+        version = self.shared.version.value
+        reply = await self._post("/inference/v1/generate", dict(model=config.model, token_ids=prompt_ids, sampling_params=sampling))
+        return _parse_turn(reply, prompt_ids, version, self.url)
+
+    def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+        """(G,) rewards standardised within the group (population std); 0 for a rollout without a reward or a trained token."""
+        scored = scorable(group)
+        advantages = np.zeros(len(group.rewards))
+        if scored.any():
+            rewards = group.rewards[scored]
+            advantages[scored] = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        return advantages
+
+    async def setup(self) -> None:
+        """Create what other hooks need, like an HTTP client, on the loop's event loop before the first prompt."""
+
+    async def close(self) -> None:
+        """Release what `setup` created; also on failure."""
+
+    # The engine
+
+    async def run(self) -> None:
+        """Generate until every epoch's prompts are resolved (or for ever with max_steps), then mark the end of the queue."""
+        self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
+        timeout = aiohttp.ClientTimeout(total=self.config.vllm_server_timeout)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.session:
+            await self.setup()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    background = [tasks.create_task(self._beat()), tasks.create_task(self._score_forever())]
+                    await self._generate_all(tasks)
+                    await self.score_queue.join()
+                    for task in background:
+                        task.cancel()
+            finally:
+                await self.close()
+        self._report([])
+        self.shared.samples.put(None)
+
+    async def _beat(self) -> None:
+        while True:
+            self.shared.heartbeat.value = time.monotonic()
+            await asyncio.sleep(0.5)
+
+    async def _generate_all(self, tasks: asyncio.TaskGroup) -> None:
+        epochs = math.inf if self.config.max_steps > 0 else self.config.num_train_epochs
+        total = epochs if epochs == math.inf else math.ceil(epochs * len(self.dataset))
+        seed = self.config.seed if self.config.data_seed is None else self.config.data_seed
+        admitted, groups = 0, set()
+        for group_id, row_index, epoch in prompt_order(len(self.dataset), seed, self.start_group):
+            if group_id >= total:
+                break
+            if group_id % len(self.dataset) == 0 and group_id > self.start_group:
+                if admitted == 0:
+                    raise ConfigError(f"filter_prompt rejected every prompt of epoch {epoch - 1}: no batch can reach the trainer; loosen it.")
+                admitted = 0
+            row = self.dataset[row_index]
+            if not self.filter_prompt(row_index, row, epoch):
+                continue
+            admitted += 1
+            await self._wait_for_allowance()
+            self.reserved_groups += 1
+            group = tasks.create_task(self._generate_group(group_id, row_index, row))
+            groups.add(group)
+            group.add_done_callback(groups.discard)
+        await asyncio.gather(*groups)
+
+    async def _wait_for_allowance(self) -> None:
+        """Hold a new group back while queued and in-progress tokens leave it no room; one group may always run."""
+        started = time.monotonic()
+        while not self._may_start():
+            await asyncio.sleep(0.01)
+        if (waited := time.monotonic() - started) > 0.005 and self.finished_rollouts:
+            self.metrics.add("rollout/backpressure_s", waited)
+
+    def _may_start(self) -> bool:
+        if self.running >= self.config.max_concurrent_rollouts:
+            return False
+        queued = self.submitted - self.shared.consumed.value
+        if self.reserved_groups == 0 and queued == 0:
+            return True
+        if not self.finished_rollouts:   # nothing known of a rollout's length yet: one group at a time
+            return self.reserved_groups == 0
+        per_group = self.finished_tokens / self.finished_rollouts * self.config.num_generations
+        return queued + (self.reserved_groups + 1) * per_group <= self.shared.allowance.value
+
+    async def _generate_group(self, group_id: int, row_index: int, row: dict) -> None:
+        config, version = self.config, self.shared.version.value
+        # Every rollout gets its own copy of the prompt: none may see what another appended.
+        prompts = [json.loads(json.dumps(row["prompt"])) for _ in range(config.num_generations)]
+        rollouts = await asyncio.gather(*(self._run_rollout(prompt, group_id) for prompt in prompts))
+        columns = {name: [value] * config.num_generations for name, value in row.items() if name != "prompt"}
+        sequences = []
+        for rollout in rollouts:
+            samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)
+            self.metrics.add("sampling/invalid_logprob_count", invalid)
+            if invalid and not samples:
+                raise ConfigError(f"{self.url}/inference/v1/generate returned no usable log-prob for any token of a rollout (prompt {row_index}): "
+                                  "the server's logits are broken; check its dtype and weights.")
+            sequences.append(samples)
+        self._record_rollouts(rollouts, sequences)
+        group = RolloutGroup(prompts, columns, [r.completion for r in rollouts], [r.completion_ids for r in rollouts], sequences,
+                             version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
+        started = time.monotonic()
+        await self.score_queue.put(group)
+        self.metrics.add("rollout/score_block_s", time.monotonic() - started)
+
+    async def _run_rollout(self, prompt: list[dict], group_id: int) -> Rollout:
+        async with self.slots:
+            self.running += 1
+            self.metrics.add("rollout/concurrency", self.running)
+            started = time.monotonic()
+            try:
+                return await self.generate_one(prompt, [], group_id)
+            finally:
+                self.running -= 1
+                self.metrics.add("rollout/duration_s", time.monotonic() - started)
+
+    async def _score_forever(self) -> None:
+        while True:
+            group = await self.score_queue.get()
+            self.metrics.add("rollout/score_queue_size", self.score_queue.qsize())
+            started = time.monotonic()
+            self.metrics.add("rollout/score_wait_s", started - group.queued_at)
+            await self._score(group)
+            self.metrics.add("rollout/score_s", time.monotonic() - started)
+            self.reserved_groups -= 1
+            self.score_queue.task_done()
+
+    async def _score(self, group: RolloutGroup) -> None:
+        """Sum the rewards, compute advantages, and submit the group's samples unless it carries no signal."""
+        funcs = self.config.reward_functions
+        by_func = await call_rewards(funcs, group.prompts, group.completions, group.completions_ids, group.reward_kwargs)
+        extra = np.array([[math.nan if r is None else float(r) for r in group.rollout_rewards]])
+        sources = np.concatenate([by_func, extra])                                  # (sources, G)
+        group.rewards = np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
+        advantages = np.asarray(self.compute_advantages(group), dtype=float)
+        kept = has_signal(group)
+        self._record_rewards(group, by_func, kept)
+        self._report([dict(prompt=group.prompts[i][-1]["content"], completion=group.completions[i][-1]["content"],
+                           reward=float(group.rewards[i]), advantage=float(advantages[i])) for i in range(len(advantages))])
+        if not kept:
+            return
+        now = time.monotonic()
+        for samples, advantage, reward in zip(group.completions_sequences, advantages, group.rewards):
+            for sample in samples:
+                self.submitted += len(sample.input_ids)
+                self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now))
+
+    def _record_rollouts(self, rollouts: list[Rollout], sequences: list[list[Sample]]) -> None:
+        """Metrics known once a group is generated; lengths count generated tokens."""
+        lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
+        ended = [bool(r.turns and r.turns[-1].output_ids and r.turns[-1].output_ids[-1] in self.eos_token_ids) for r in rollouts]
+        for kind, values in (("", lengths), ("terminated_", [n for n, e in zip(lengths, ended) if e])):
+            for part in ("mean", "min", "max"):
+                self.metrics.add_each(f"completions/{part}_{kind}length", values)
+        self.metrics.add_each("completions/clipped_ratio", [not e for e in ended])
+        seen = [tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts]
+        self.metrics.add_each("completions/duplicate_frac", [key in seen[:i] for i, key in enumerate(seen)])
+        self.metrics.add_each("rollout/turns_mean", [len(r.turns) for r in rollouts])
+        self.metrics.add_each("rollout/turns_max", [len(r.turns) for r in rollouts])
+        self.metrics.add_each("rollout/samples_per_rollout", [len(samples) for samples in sequences])
+        self.finished_rollouts += len(rollouts)
+        self.finished_tokens += sum(len(sample.input_ids) for samples in sequences for sample in samples)
+        self.generated_tokens += sum(lengths)
+
+    def _record_rewards(self, group: RolloutGroup, by_func: np.ndarray, kept: bool) -> None:
+        for func, values in zip(self.config.reward_functions, by_func):
+            self.metrics.add_each(f"rewards/{reward_name(func)}/mean", values)
+        scored = group.rewards[~np.isnan(group.rewards)]
+        self.metrics.add_each("reward", scored)
+        self.metrics.add("frac_reward_zero_std", float(not kept))
+        if not kept:
+            self.metrics.add_each("reward_dropped", scored)
+            return
+        weights = [len(samples) for samples in group.completions_sequences]         # of the trained samples
+        for reward, weight in zip(group.rewards, weights):
+            self.metrics.add("reward_kept", reward, weight)
+        self.metrics.add("reward_group_std", scored.std(), sum(weights))
+        for func, values in zip(self.config.reward_functions, by_func):
+            if not np.isnan(values).all():
+                self.metrics.add(f"rewards/{reward_name(func)}/group_std", np.nanstd(values), sum(weights))
+
+    generated_tokens, reported_at = 0, None
+
+    def _report(self, table: list[dict]) -> None:
+        now = time.monotonic()
+        if self.reported_at and self.generated_tokens:
+            self.metrics.add("rollout/generated_tokens_per_s", self.generated_tokens / (now - self.reported_at), now - self.reported_at)
+        if self.generated_tokens or not self.reported_at:
+            self.generated_tokens, self.reported_at = 0, now
+        self.shared.metrics.put((self.metrics.drain(), table if self.config.log_completions else []))
+
+    async def _post(self, path: str, body: dict) -> dict:
+        """The server's JSON reply. Retries connection errors, time-outs, 429 and 5xx for RETRY_SECONDS; another 4xx fails at once."""
+        deadline, delay = time.monotonic() + RETRY_SECONDS, 0.25
+        while True:
+            try:
+                async with self.session.post(self.url + path, json=body) as response:
+                    if response.status == 200:
+                        return json.loads(await response.read())
+                    problem = f"{response.status}: {(await response.text())[:500]}"
+                    if response.status < 500 and response.status != 429:
+                        raise ConfigError(f"the vLLM server at {self.url} refused a request ({problem})")
+            except (aiohttp.ClientError, asyncio.TimeoutError, json.JSONDecodeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() + delay > deadline:
+                raise ConfigError(f"the vLLM server at {self.url} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
+            self.metrics.add("rollout/vllm_retry_count", 1)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 5.0)
+
+
+def scorable(group: RolloutGroup) -> np.ndarray:
+    """(G,) bool: rollouts with a reward and a trained token."""
+    return ~np.isnan(group.rewards) & np.array([len(samples) > 0 for samples in group.completions_sequences])
+
+
+def has_signal(group: RolloutGroup) -> bool:
+    """Two scorable rollouts with different rewards: by max and min, since the std of equal floats can round above 0."""
+    rewards = group.rewards[scorable(group)]
+    return len(rewards) >= 2 and rewards.max() > rewards.min()
+
+
+def _parse_turn(reply: dict, prompt_ids: list[int], version: int, url: str) -> TurnRecord:
+    """A /inference/v1/generate reply. The version is that of the oldest token where the server tells, else the one at the request."""
+    choice = reply["choices"][0]
+    content = choice["logprobs"]["content"]
+    told = [int(part["version"]) for part in choice.get("weight_versions") or [] if part["version"].isdigit()]
+    ids = choice["token_ids"]
+    return TurnRecord(prompt_ids=prompt_ids, output_ids=ids,
+                      output_log_probs=[entry["logprob"] if entry["token_id"] == token else None for entry, token in zip(content, ids)],
+                      output_sampler_logprobs=[{top["token_id"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content],
+                      output_sampling_mask=choice.get("sampling_mask"), model_version=min(told, default=version))
+
+
+def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
+    """Entry point of the spawned process. A failure reaches the trainer as text; the parent's death ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)     # Ctrl-C reaches the trainer, which stops this process
+    try:
+        asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group))
+    except BaseException as error:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        shared.failure.put((str(error) if isinstance(error, ConfigError) else None, "".join(traceback.format_exception(error))))
+        shared.samples.cancel_join_thread()          # unread samples must not keep a failed process alive
+        sys.exit(1)
+    if shared.stop.is_set():
+        shared.samples.cancel_join_thread()
+        shared.metrics.cancel_join_thread()
+
+
+async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
+    from model import eos_token_ids, load_tokenizer
+    config = load_config(argv)
+    tokenizer = load_tokenizer(config)
+    rows = load_rows(config.train_dataset, config.train_split)
+    loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group)
+    work = asyncio.create_task(loop.run())
+    parent = multiprocessing.parent_process()
+    while not work.done():
+        if shared.stop.is_set() or not parent.is_alive():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            return
+        await asyncio.wait([work], timeout=0.2)
+    await work
+
+
+class RolloutFeed:
+    """The trainer's side: starts the process, hands out samples, and raises what went wrong there."""
+
+    def __init__(self, config: Config, argv: list[str], max_model_len: int, window: Window, check_server=lambda: None, start_group: int = 0):
+        self.config, self.window, self.check_server = config, window, check_server
+        self.shared = Shared.create()
+        self.table: list[dict] = []      # the last scored group's completions
+        self.given_back: list[Sample] = []
+        self.wait_s = 0.0                # spent waiting for an empty queue since last read
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=rollout_process, args=(argv, max_model_len, self.shared, start_group), daemon=True, name="rollout")
+
+    def start(self, version: int, allowance: int) -> None:
+        self.shared.version.value, self.shared.allowance.value = version, allowance
+        self.shared.heartbeat.value = time.monotonic()
+        self.process.start()
+
+    @property
+    def version(self) -> int:
+        return self.shared.version.value
+
+    def samples(self) -> Iterator[Sample]:
+        """Samples young enough to train on, until the rollout process has none left."""
+        while True:
+            sample = self.given_back.pop() if self.given_back else self._take()
+            if sample is None:
+                self.given_back.append(None)
+                return
+            if self.version - sample.version > self.config.max_staleness:
+                self.window.add("sample/dropped_stale_count", 1)
+            else:
+                yield sample
+
+    def _take(self) -> Sample | None:
+        self.window.add("rollout/queue_size", self.shared.samples.qsize())
+        started = time.monotonic()
+        sample = queue.Empty
+        while sample is queue.Empty:
+            self._raise_failure()
+            try:
+                sample = self.shared.samples.get(timeout=0.25)
+            except queue.Empty:
+                continue
+        self.wait_s += time.monotonic() - started
+        if sample is not None:
+            self.shared.consumed.value += len(sample.input_ids)
+        return sample
+
+    def _raise_failure(self) -> None:
+        self.check_server()
+        silent = time.monotonic() - self.shared.heartbeat.value
+        code = self.process.exitcode                 # None: alive; 0: done, with its samples in the queue
+        if code == 0 or (code is None and silent < self.config.rollout_worker_timeout):
+            return
+        try:
+            sentence, trace = self.shared.failure.get(timeout=2)
+        except queue.Empty:
+            sentence, trace = None, ""
+        if sentence:
+            raise ConfigError(sentence)
+        if trace:
+            raise RuntimeError(f"the rollout process failed:\n{trace}")
+        if code is None:
+            raise RuntimeError(f"the rollout process has given no sign of life for {silent:.0f} s (rollout_worker_timeout): "
+                               "something blocks its event loop, such as a hook that neither awaits nor returns.")
+        raise RuntimeError(f"the rollout process died with exit code {code}" + (" (killed, often for memory)." if code == -9 else "."))
+
+    def collect_metrics(self) -> None:
+        """Move what the rollout process reported into the window."""
+        while True:
+            try:
+                values, table = self.shared.metrics.get_nowait()
+            except queue.Empty:
+                break
+            self.window.merge(values)
+            self.table = table or self.table
+        self.window.add("perf/rollout_wait_s", self.wait_s)
+        self.wait_s = 0.0
+
+    def stop(self) -> None:
+        """End the process; returns within 10 s, with nothing left behind."""
+        self.shared.stop.set()
+        if self.process.pid is None:
+            return
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(5)

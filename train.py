@@ -1,0 +1,265 @@
+"""Asynchronous GRPO. What really runs, as differences from textbook GRPO:
+
+1. Rollouts come from a vLLM server that is up to `max_staleness` weight updates behind; nothing waits for a whole batch.
+2. No reference model, no KL term, no old-policy pass: the sampler's own log-probs are the old policy.
+3. Tokens with π/μ outside [clip_min, clip_max] are dropped; a gradient is not clipped to a trust region but centred: from each
+   sampled token's score its expectation over the sampler's top K is subtracted (score_centering=False: the clipped surrogate).
+4. Advantage = (reward − group mean) / group std; groups of equal rewards are dropped before they cost a forward.
+5. The loss is a mean over the trained tokens of a micro-batch on all ranks, then over the step's micro-batches.
+6. Samples are packed into prefix trees: a token shared by several rollouts is forwarded once.
+
+    python serve.py configs/x.py                                       the server, on its own GPUs
+    torchrun [--nproc_per_node N] train.py configs/x.py [key=value …]  the trainer, on others
+"""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpoint import save_model
+from config import Config, ConfigError, load_config
+from data import load_rows
+from loss import Candidates, LossStats, Objective, policy_loss
+from metrics import Logger, Window, print_completions
+from model import Policy, compute_dtype, load_policy, load_tokenizer, make_optimizer, shard
+from packing import Row, Sample, pack_row, plan_micro_batch
+from rollout import RolloutFeed
+from serve import Server, check_server, cpu_threads, device_type, vllm_version, wait_for_server
+from sync import DiskSync
+
+
+def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int) -> None:
+    window = Window()
+    server = feed = logger = None
+    try:
+        if rank == 0:
+            num_prompts = len(load_rows(config.train_dataset, config.train_split))
+            server = Server(config) if config.launch_server else None
+        tokenizer = load_tokenizer(config)
+        policy = load_policy(config, device)
+        mesh = dist.init_device_mesh(device.type, (world_size,))
+        dtype = compute_dtype(config, device)
+        shard(policy, mesh, dtype)
+        optimizer = make_optimizer(config, policy)
+        scheduler = make_scheduler(config, optimizer)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        objective = Objective(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, config.epsilon,
+                              config.epsilon if config.epsilon_high is None else config.epsilon_high,
+                              config.score_centering, config.centering_tail)
+        if rank == 0:
+            wait_for_server(config, server)
+            max_model_len = check_server(config)
+            budget = config.token_budget or max_model_len
+            feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
+            logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
+        sync = DiskSync(config, policy, dtype)
+        version = 0
+        sync.push(version, window)                              # the server starts from the trainer's weights, not its checkpoint's
+        if rank == 0:
+            feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
+            plans = plan_steps(config, feed, world_size, budget)
+
+        step, num_tokens, prompts_seen = 0, 0, 0
+        while config.max_steps <= 0 or step < config.max_steps:
+            started = time.monotonic()
+            rows, denominators, plan = scatter_step(next(plans, None) if rank == 0 else None, rank, world_size)
+            if rows is None:
+                break
+            stats, total, forward_s, training = LossStats(device), torch.zeros((), device=device), 0.0, time.monotonic()
+            for row, denominator in zip(rows, denominators):
+                tensors, candidates = to_device(row, device)
+                forwarding = time.monotonic()
+                logprobs, topk_logprobs, entropy = policy(tensors, candidates)                    # (M,), (M, K), (M,)
+                terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
+                loss = terms.sum() / denominator                # this rank's share; FSDP *sums* gradients over ranks
+                forward_s += time.monotonic() - forwarding
+                scaler.scale(loss).backward()
+                total += loss.detach()
+                stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
+                          tensors["advantages"], tensors["term_sample"], row.num_samples)
+            stepping = time.monotonic()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or float("inf"))
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm    # the same on every rank
+            scaler.step(optimizer)
+            scaler.update()
+            learning_rate = scheduler.get_last_lr()[0]          # the one this step used
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            stepped = time.monotonic()
+            if step % config.weight_sync_steps == 0 or step == config.max_steps:
+                version += 1
+                sync.push(version, window)
+                if rank == 0:
+                    feed.shared.version.value = version         # only after the server confirmed it
+
+            dist.all_reduce(total)                              # shares of one loss, hence a sum
+            window.add_all(stats.reduce(objective, dist.group.WORLD if world_size > 1 else None))
+            window.add_all(dict(loss=total.item(), grad_norm=norm.item(), learning_rate=learning_rate, model_version=version))
+            if rank == 0:
+                num_tokens += plan.forwarded_tokens
+                prompts_seen = max(prompts_seen, plan.last_group + 1)
+                feed.shared.allowance.value = max(config.max_staleness, 1) * plan.raw_tokens
+                window.add_all(plan.metrics | {
+                    "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts, "perf/fwd_s": forward_s,
+                    "perf/fwd_bwd_s": stepping - training, "perf/optimizer_s": stepped - stepping})
+                window.add_all(speed(plan, stepping - training, time.monotonic() - started))
+                feed.collect_metrics()
+                if step % config.logging_steps == 0:
+                    logger.log(step, window.result())
+                    if config.log_completions:
+                        print_completions(step, feed.table, config.num_completions_to_print)
+        save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)
+    finally:
+        for owned in (feed, server):
+            if owned:
+                owned.stop()
+        if logger:
+            logger.close()
+
+
+@dataclass
+class StepPlan:
+    """One optimizer step as rank 0 planned it: micro-batches of one row a rank, and what is known of them without the model."""
+
+    rows: list[list[Row]]                # [micro-batch][rank]
+    denominators: list[float]            # of each micro-batch's summed loss
+    forwarded_tokens: int
+    raw_tokens: int                      # before packing
+    trained_tokens: int
+    last_group: int
+    metrics: dict[str, float]
+
+
+def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int) -> Iterator[StepPlan]:
+    """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost."""
+    def oversize(sample: Sample) -> None:
+        feed.window.add("batch/dropped_oversize_count", 1)
+        print(f"dropped a sample of {len(sample.input_ids)} tokens: raise token_budget={budget} to train on it", flush=True)
+
+    def micro_batches():
+        while True:
+            rows, left_over = plan_micro_batch(feed.samples(), world_size, budget, oversize)
+            if left_over is not None:
+                feed.given_back.append(left_over)               # looked at again when its turn comes: it may be too old by then
+            if not any(rows):
+                return
+            yield rows
+    stream = micro_batches()
+    while batch := list(islice(stream, config.gradient_accumulation_steps)):
+        yield make_step(config, batch, feed.version, budget)
+
+
+def make_step(config: Config, batch: list[list[list[Sample]]], version: int, budget: int) -> StepPlan:
+    rows = [[pack_row(samples) for samples in micro_batch] for micro_batch in batch]
+    trained = [sum(len(row.targets) for row in micro_batch) for micro_batch in rows]
+    per_step = config.loss_normalization == "step"
+    denominators = [float(max(sum(trained) if per_step else n * len(rows), 1)) for n in trained]
+    samples = [sample for micro_batch in batch for part in micro_batch for sample in part]
+    flat = [row for micro_batch in rows for row in micro_batch if row.num_samples]
+    tokens, raw = sum(len(row.input_ids) for row in flat), sum(row.raw_tokens for row in flat)
+    costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
+    now, ages = time.monotonic(), [version - sample.version for sample in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
+    metrics = {
+        "sample/forwarded_tokens_mean": np.mean(lengths), "sample/forwarded_tokens_max": max(lengths),
+        "sample/trained_tokens_mean": sum(trained) / len(samples), "sample/time_in_queue_s": np.mean([now - s.queued_at for s in samples]),
+        "sample/staleness_mean": np.mean(ages), "sample/staleness_max": max(ages),
+        "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
+        "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows),
+        "batch/masked_token_frac": 1 - sum(trained) / raw, "batch/samples_per_row": len(samples) / len(flat),
+        "batch/row_tokens_mean": tokens / len(flat), "batch/row_tokens_max": max(len(row.input_ids) for row in flat),
+        "batch/row_fill_frac": tokens / len(flat) / budget, "batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs]),
+        "batch/packing_ratio": raw / tokens, "batch/pad_frac": 0.0,     # rows are sent as they are
+    }
+    return StepPlan(rows, denominators, tokens, raw, sum(trained), max(s.group_id for s in samples), {k: float(v) for k, v in metrics.items()})
+
+
+def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> tuple[list[Row] | None, list[float], StepPlan | None]:
+    """This rank's rows and the denominators; None when rank 0 has no step left. One collective, so ranks cannot disagree on the count."""
+    shares = [None] * world_size if plan is None else [([mb[r] for mb in plan.rows], plan.denominators) for r in range(world_size)]
+    if world_size > 1:
+        received: list = [None]
+        dist.scatter_object_list(received, shares if rank == 0 else None, src=0)
+        shares = received
+    share = shares[0]
+    return (None, [], None) if share is None else (*share, plan)
+
+
+def to_device(row: Row, device: torch.device) -> tuple[dict[str, Tensor], Candidates | None]:
+    """The row's arrays as tensors, and its candidate sets in the form the head takes."""
+    tensors = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in vars(row).items() if isinstance(value, np.ndarray)}
+    if row.candidate_ids is None:
+        return tensors, None
+    counts = tensors["candidate_counts"]
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    return tensors, Candidates(rows, tensors["candidate_ids"], counts == 0)
+
+
+def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float]:
+    return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": plan.forwarded_tokens / training_s,
+            "perf/wall_clock_forwarded_tokens_per_s": plan.forwarded_tokens / step_s,
+            "perf/wall_clock_trained_tokens_per_s": plan.trained_tokens / step_s}
+
+
+def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
+    steps = config.max_steps if config.max_steps > 0 else None
+    warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (steps or 0))
+    return transformers.get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=config.lr_scheduler_kwargs)
+
+
+def describe_run(config: Config) -> dict:
+    """The resolved config and what it ran on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return dict(config={k: v if isinstance(v, (str, int, float, bool, dict, type(None))) else repr(v) for k, v in vars(config).items()},
+                versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=vllm_version()),
+                git_commit=commit, gpus=gpus, world_size=dist.get_world_size())
+
+
+def main(argv: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that the server and the rollout process are stopped
+    try:
+        config = load_config(argv)
+        rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        device = torch.device(device_type(config), *([local_rank] if device_type(config) == "cuda" else []))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.backends.cuda.matmul.allow_tf32 = bool(config.tf32)
+        elif config.launch_server:
+            torch.set_num_threads(cpu_threads())
+        alone = {} if "MASTER_ADDR" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.ddp_timeout), **alone)
+        random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
+        torch.use_deterministic_algorithms(config.full_determinism)
+        if rank == 0:
+            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+            (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2))
+        train(config, argv, device, rank, world_size)
+        dist.destroy_process_group()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2) if dist.is_initialized() and dist.get_world_size() > 1 else sys.exit(2)   # other ranks wait in a collective
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
