@@ -91,6 +91,7 @@ class Config:
     # Output
     output_dir: str | None = None                 # None: runs/<name of the config file>
     logging_steps: int = 1
+    logging_first_step: bool = False
     log_completions: bool = False
     num_completions_to_print: int | None = None   # None: all of the last group
     disable_tqdm: bool | None = None              # None: a bar on a terminal, plain lines elsewhere

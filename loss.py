@@ -150,12 +150,30 @@ def policy_loss(objective: Objective, logprobs: Tensor, topk_logprobs: Tensor, s
     if objective.centering_tail:
         tail_pi = 1 - pi.sum(-1)
         tail_mu = 1 - torch.where(present, sampler_topk_logprobs.exp(), 0).sum(-1)
-        alpha = objective.inside(tail_pi / tail_mu).to(pi.dtype)                   # 1/ρ; both tails empty: NaN, so 0
+        resolved = torch.minimum(tail_pi, tail_mu) > 1e-6                          # below, fp32 cannot tell a tail from none
+        alpha = (resolved & objective.inside(tail_pi / tail_mu)).to(pi.dtype)      # 1/ρ inside the bounds
         expected = expected - alpha * (pi * topk_logprobs).sum(-1)
     return torch.where(kept, -advantages * (score - expected), 0)
 
 
-SUMS = ("terms", "logp_difference", "ratio", "masked", "sampler_mass", "entropy", "clip_low", "clip_high", "k3")
+def load_balancing_loss(router_logits: Tensor, top_k: int, num_tokens: int, group=None) -> Tensor:
+    """This row's share of  E·Σ_e f_e·P_e  over the micro-batch (Switch Transformer, arXiv 2101.03961, Eq. 4); shares add up.
+
+    router_logits (L, N, E); f_e the fraction of choices that went to expert e, P_e its mean probability, both over layers and
+    over the `num_tokens` physical tokens of all rows. f carries no gradient, so it is summed over ranks (`group`) and the share
+    is linear in this row's probabilities: the gradient does not depend on how tokens are spread over rows.
+    """
+    layers, _, experts = router_logits.shape
+    p = router_logits.float().softmax(-1)                                          # (L, N, E)
+    counts = torch.zeros(experts, device=p.device).index_add_(
+        0, p.detach().topk(top_k, dim=-1).indices.flatten(), torch.ones(p.shape[0] * p.shape[1] * top_k, device=p.device))
+    if group is not None:
+        torch.distributed.all_reduce(counts, group=group)
+    scale = layers * max(num_tokens, 1)
+    return experts * (counts / scale * p.sum((0, 1)) / scale).sum()
+
+
+SUMS = ("terms", "logp_difference", "ratio", "masked", "sampler_mass", "entropy", "clip_low", "clip_high", "k3", "aux", "aux_weight")
 MAXIMA = ("logp_difference", "ratio", "minus_ratio", "clip_high", "minus_clip_low")
 
 
@@ -183,9 +201,15 @@ class LossStats:
         lows, highs = (fractions.nan_to_num(nan=fill) for fill in (torch.inf, -torch.inf))
         self.sums += torch.stack([x.double().sum() for x in (
             torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
-            low, high, ratio.clamp(max=1e9) - 1 - log_ratio)])
+            low, high, ratio.clamp(max=1e9) - 1 - log_ratio, ratio[:0], ratio[:0])])
         self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (
             log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
+
+    @torch.no_grad()
+    def add_aux(self, share: Tensor, weight: float) -> None:
+        """A rank's share of one micro-batch's auxiliary loss, before its coefficient; shares of all ranks add up."""
+        self.sums[SUMS.index("aux")] += share.double() * weight
+        self.sums[SUMS.index("aux_weight")] += weight
 
     def reduce(self, objective: Objective, group=None) -> dict[str, float]:
         """The spec's loss-side metrics over all ranks; empty when the step had no trained token."""
@@ -199,6 +223,7 @@ class LossStats:
         peak = dict(zip(MAXIMA, both[:, len(SUMS):].amax(0).tolist()))
         if not (n := total.pop("terms")):
             return {}
+        aux = {"aux_loss": total["aux"]} if total["aux_weight"] else {}
         mean = {name: value / n for name, value in total.items()}
         metrics = {
             "sampling/sampling_logp_difference/mean": mean["logp_difference"],
@@ -213,4 +238,4 @@ class LossStats:
             "clip_ratio/low_mean": mean["clip_low"], "clip_ratio/low_min": -peak["minus_clip_low"],
             "clip_ratio/high_mean": mean["clip_high"], "clip_ratio/high_max": peak["clip_high"],
         }
-        return metrics | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {})
+        return metrics | aux | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {})

@@ -4,6 +4,8 @@ import math
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from config import Config
 
 LATEST = ("num_tokens", "epoch", "learning_rate", "loss", "model_version")    # the value at the end of the window; never hidden when NaN
@@ -62,10 +64,10 @@ class Logger:
     """Writes one dict a window to output_dir/metrics.jsonl, the console and, with report_to, wandb."""
 
     def __init__(self, config: Config, total_steps: int | None):
-        self.file = (Path(config.output_dir) / "metrics.jsonl").open("a")
-        self.started = time.time()
-        self.bar = self.wandb = None
-        from tqdm import tqdm
+        path = Path(config.output_dir) / "metrics.jsonl"
+        if path.exists():                             # an earlier run's: kept beside the new one
+            path.rename(path.with_name(f"metrics.{int(path.stat().st_mtime)}.jsonl"))
+        self.file, self.started, self.rewards, self.wandb = path.open("w"), time.time(), [], None
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
         if config.report_to == "wandb":
             import wandb
@@ -76,6 +78,7 @@ class Logger:
         record = {"step": step, "time_s": round(time.time() - self.started, 3), **clean}
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
+        self.rewards += [clean["reward"]] if clean.get("reward") is not None else []
         line = console_line(step, clean)
         self.bar.update(step - self.bar.n)
         self.bar.write(line) if not self.bar.disable else print(line, flush=True)
@@ -84,6 +87,9 @@ class Logger:
 
     def close(self) -> None:
         self.bar.close()
+        if len(self.rewards) >= 10:
+            first, last = (sum(part) / 5 for part in (self.rewards[:5], self.rewards[-5:]))
+            print(f"reward: {first:.3f} over the first 5 logged steps, {last:.3f} over the last 5", flush=True)
         self.file.close()
         if self.wandb:
             self.wandb.finish()
@@ -97,7 +103,7 @@ def console_line(step: int, metrics: dict[str, float | None]) -> str:
     return (f"step {step:4d}  reward {show('reward', '.3f')}  kept {show('reward_kept', '.3f')}  "
             f"trained {show('perf/wall_clock_trained_tokens_per_s', '.0f')} tok/s  wait {wait:4.0%}  "
             f"staleness {show('sample/staleness_mean', '.2f')}  logp diff {show('sampling/sampling_logp_difference/mean', '.4f')}  "
-            f"step {show('perf/step_s', '.1f')} s")
+            f"{show('perf/step_s', '.1f')} s/step")
 
 
 def print_completions(step: int, table: list[dict], limit: int | None) -> None:

@@ -13,19 +13,23 @@ from loss import Candidates, fused_logprobs
 class Policy(nn.Module):
     """A causal language model whose forward scores the loss terms of a row instead of returning logits."""
 
-    def __init__(self, lm: nn.Module, temperature: float, backend: str):
+    def __init__(self, lm: nn.Module, temperature: float, backend: str, aux_loss_coef: float = 0.0):
         super().__init__()
         self.lm, self.temperature, self.backend = lm, temperature, backend
         self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        self.aux_loss_coef = aux_loss_coef       # 0: router logits are not asked for
+        self.experts_per_token = lm.config.get_text_config().num_experts_per_tok if aux_loss_coef else 0
 
-    def forward(self, row: dict[str, Tensor], candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """row: the tensors of a packing.Row -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,)."""
+    def forward(self, row: dict[str, Tensor], candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """row: the tensors of a packing.Row -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,), router logits (L, N, E)."""
         tree = attention.TreeMask(row["end"], row["position_ids"], self.backend)
-        hidden = self.lm.base_model(input_ids=row["input_ids"][None], position_ids=row["position_ids"][None],
-                                    use_cache=False, tree=tree).last_hidden_state[0]     # (N, D)
+        routers = dict(output_router_logits=True) if self.aux_loss_coef else {}
+        out = self.lm.base_model(input_ids=row["input_ids"][None], position_ids=row["position_ids"][None], use_cache=False, tree=tree, **routers)
         head = self.lm.get_output_embeddings().weight                                   # (V, D)
-        return fused_logprobs(hidden[row["term_index"]], head, row["targets"], row["topk_ids"],
-                              temperature=self.temperature, softcap=self.softcap, candidates=candidates)
+        logprobs, topk_logprobs, entropy = fused_logprobs(
+            out.last_hidden_state[0, row["term_index"]], head, row["targets"], row["topk_ids"],
+            temperature=self.temperature, softcap=self.softcap, candidates=candidates)
+        return logprobs, topk_logprobs, entropy, torch.stack(out.router_logits) if routers else None
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -71,7 +75,17 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     lm.train()
-    return Policy(lm, config.temperature, attention.choose_backend(config.attention_backend, device)).to(device)
+    return Policy(lm, config.temperature, attention.choose_backend(config.attention_backend, device), aux_loss_coef(config, lm)).to(device)
+
+
+def aux_loss_coef(config: Config, lm: nn.Module) -> float:
+    """Of the router's load-balancing loss: the option, else the model config's value; 0 for a dense model."""
+    declared = getattr(lm.config.get_text_config(), "router_aux_loss_coef", None)
+    if config.router_aux_loss_coef is None:
+        return declared or 0.0
+    if declared is None:
+        raise ConfigError(f"router_aux_loss_coef is set, but {config.model} is not a Mixture-of-Experts model: leave it out.")
+    return config.router_aux_loss_coef
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:

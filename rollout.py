@@ -163,6 +163,7 @@ class AsyncRolloutLoop:
     async def _beat(self) -> None:
         while True:
             self.shared.heartbeat.value = time.monotonic()
+            self.metrics.add("rollout/concurrency", self.running)
             await asyncio.sleep(0.5)
 
     async def _generate_all(self, tasks: asyncio.TaskGroup) -> None:
@@ -231,7 +232,6 @@ class AsyncRolloutLoop:
     async def _run_rollout(self, prompt: list[dict], group_id: int) -> Rollout:
         async with self.slots:
             self.running += 1
-            self.metrics.add("rollout/concurrency", self.running)
             started = time.monotonic()
             try:
                 return await self.generate_one(prompt, [], group_id)

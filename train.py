@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint import save_model
 from config import Config, ConfigError, load_config
 from data import load_rows
-from loss import Candidates, LossStats, Objective, policy_loss
+from loss import Candidates, LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, print_completions
 from model import Policy, compute_dtype, load_policy, load_tokenizer, make_optimizer, shard
 from packing import Row, Sample, pack_row, plan_micro_batch
@@ -53,6 +53,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         tokenizer = load_tokenizer(config)
         policy = load_policy(config, device)
         mesh = dist.init_device_mesh(device.type, (world_size,))
+        group = dist.group.WORLD if world_size > 1 else None
         dtype = compute_dtype(config, device)
         shard(policy, mesh, dtype)
         optimizer = make_optimizer(config, policy)
@@ -77,21 +78,12 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         step, num_tokens, prompts_seen = 0, 0, 0
         while config.max_steps <= 0 or step < config.max_steps:
             started = time.monotonic()
-            rows, denominators, plan = scatter_step(next(plans, None) if rank == 0 else None, rank, world_size)
-            if rows is None:
+            plan = next(plans, None) if rank == 0 else None
+            share = scatter_step(plan, rank, world_size)
+            if share is None:
                 break
-            stats, total, forward_s, training = LossStats(device), torch.zeros((), device=device), 0.0, time.monotonic()
-            for row, denominator in zip(rows, denominators):
-                tensors, candidates = to_device(row, device)
-                forwarding = time.monotonic()
-                logprobs, topk_logprobs, entropy = policy(tensors, candidates)                    # (M,), (M, K), (M,)
-                terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
-                loss = terms.sum() / denominator                # this rank's share; FSDP *sums* gradients over ranks
-                forward_s += time.monotonic() - forwarding
-                scaler.scale(loss).backward()
-                total += loss.detach()
-                stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
-                          tensors["advantages"], tensors["term_sample"], row.num_samples)
+            training = time.monotonic()
+            loss, forward_s, stats = forward_backward(policy, objective, share, device, group, scaler)
             stepping = time.monotonic()
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or float("inf"))
@@ -109,9 +101,9 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 if rank == 0:
                     feed.shared.version.value = version         # only after the server confirmed it
 
-            dist.all_reduce(total)                              # shares of one loss, hence a sum
-            window.add_all(stats.reduce(objective, dist.group.WORLD if world_size > 1 else None))
-            window.add_all(dict(loss=total.item(), grad_norm=norm.item(), learning_rate=learning_rate, model_version=version))
+            dist.all_reduce(loss)                               # shares of one loss, hence a sum
+            window.add_all(stats.reduce(objective, group))
+            window.add_all(dict(loss=loss.item(), grad_norm=norm.item(), learning_rate=learning_rate, model_version=version))
             if rank == 0:
                 num_tokens += plan.forwarded_tokens
                 prompts_seen = max(prompts_seen, plan.last_group + 1)
@@ -121,7 +113,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     "perf/fwd_bwd_s": stepping - training, "perf/optimizer_s": stepped - stepping})
                 window.add_all(speed(plan, stepping - training, time.monotonic() - started))
                 feed.collect_metrics()
-                if step % config.logging_steps == 0:
+                if step % config.logging_steps == 0 or step == config.max_steps or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result())
                     if config.log_completions:
                         print_completions(step, feed.table, config.num_completions_to_print)
@@ -135,11 +127,47 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
 
 
 @dataclass
+class Share:
+    """One rank's part of a step: a row a micro-batch, and what it must know of the other ranks' rows."""
+
+    rows: list[Row]
+    denominators: list[float]            # of each micro-batch's summed loss
+    tokens: list[int]                    # forwarded in each micro-batch, filler left out
+    aux_weights: list[float]             # of each micro-batch's auxiliary loss; they sum to 1
+
+
+def forward_backward(policy: Policy, objective: Objective, share: Share, device: torch.device, group=None,
+                     scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, float, LossStats]:
+    """Accumulate a step's gradient, this rank's rows one after the other -> its share of the loss, forward seconds, statistics.
+
+    A row's loss is divided by the whole micro-batch's denominator, and FSDP *sums* gradients over ranks: neither the number of
+    ranks nor filler changes the gradient.
+    """
+    stats, total, forward_s = LossStats(device), torch.zeros((), device=device), 0.0
+    for row, denominator, tokens, aux_weight in zip(share.rows, share.denominators, share.tokens, share.aux_weights, strict=True):
+        tensors, candidates = to_device(row, device)
+        started = time.monotonic()
+        logprobs, topk_logprobs, entropy, router_logits = policy(tensors, candidates)   # (M,), (M, K), (M,), (L, N, E)
+        terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
+        loss = terms.sum() / denominator
+        if router_logits is not None:
+            real = router_logits if row.num_samples else router_logits[:, :0]           # filler is not a physical token
+            aux = load_balancing_loss(real, policy.experts_per_token, tokens, group)
+            loss = loss + policy.aux_loss_coef * aux_weight * aux
+            stats.add_aux(aux, aux_weight)
+        forward_s += time.monotonic() - started
+        (scaler.scale(loss) if scaler else loss).backward()
+        total += loss.detach()
+        stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
+                  tensors["advantages"], tensors["term_sample"], row.num_samples)
+    return total, forward_s, stats
+
+
+@dataclass
 class StepPlan:
     """One optimizer step as rank 0 planned it: micro-batches of one row a rank, and what is known of them without the model."""
 
-    rows: list[list[Row]]                # [micro-batch][rank]
-    denominators: list[float]            # of each micro-batch's summed loss
+    shares: list[Share]                  # one a rank
     forwarded_tokens: int
     raw_tokens: int                      # before packing
     trained_tokens: int
@@ -173,8 +201,11 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
     denominators = [float(max(sum(trained) if per_step else n * len(rows), 1)) for n in trained]
     samples = [sample for micro_batch in batch for part in micro_batch for sample in part]
     flat = [row for micro_batch in rows for row in micro_batch if row.num_samples]
-    tokens, raw = sum(len(row.input_ids) for row in flat), sum(row.raw_tokens for row in flat)
-    costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
+    forwarded = [sum(len(row.input_ids) for row in micro_batch if row.num_samples) for micro_batch in rows]
+    tokens, raw = sum(forwarded), sum(row.raw_tokens for row in flat)
+    aux_weights = [n / tokens if per_step else 1 / len(rows) for n in forwarded]
+    shares = [Share(list(of_rank), denominators, forwarded, aux_weights) for of_rank in zip(*rows)]
+    costs = [[row.attention_cost * (row.num_samples > 0) for row in micro_batch] for micro_batch in rows]
     now, ages = time.monotonic(), [version - sample.version for sample in samples]
     lengths = [len(sample.input_ids) for sample in samples]
     metrics = {
@@ -188,18 +219,17 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
         "batch/row_fill_frac": tokens / len(flat) / budget, "batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs]),
         "batch/packing_ratio": raw / tokens, "batch/pad_frac": 0.0,     # rows are sent as they are
     }
-    return StepPlan(rows, denominators, tokens, raw, sum(trained), max(s.group_id for s in samples), {k: float(v) for k, v in metrics.items()})
+    return StepPlan(shares, tokens, raw, sum(trained), max(s.group_id for s in samples), {k: float(v) for k, v in metrics.items()})
 
 
-def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> tuple[list[Row] | None, list[float], StepPlan | None]:
-    """This rank's rows and the denominators; None when rank 0 has no step left. One collective, so ranks cannot disagree on the count."""
-    shares = [None] * world_size if plan is None else [([mb[r] for mb in plan.rows], plan.denominators) for r in range(world_size)]
-    if world_size > 1:
-        received: list = [None]
-        dist.scatter_object_list(received, shares if rank == 0 else None, src=0)
-        shares = received
-    share = shares[0]
-    return (None, [], None) if share is None else (*share, plan)
+def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | None:
+    """This rank's share; None when rank 0 has no step left. One collective, so ranks cannot disagree on the number of rows."""
+    shares = plan.shares if plan else [None] * world_size
+    if world_size == 1:
+        return shares[0]
+    received: list = [None]
+    dist.scatter_object_list(received, shares if rank == 0 else None, src=0)
+    return received[0]
 
 
 def to_device(row: Row, device: torch.device) -> tuple[dict[str, Tensor], Candidates | None]:

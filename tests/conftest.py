@@ -1,0 +1,71 @@
+"""Shared by the tests: tiny models, random samples, and the small real model."""
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from config import Config          # noqa: E402
+from packing import Sample         # noqa: E402
+
+SMALL_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+
+
+def make_sample(ids, trained_from, group_id=0, advantage=1.0, version=0, top_k=3, vocab=37, seed=0):
+    """A sample that trains every token from position `trained_from` on, with made-up sampler log-probs."""
+    rng = np.random.default_rng(seed)
+    trained = np.arange(max(trained_from, 1), len(ids), dtype=np.int32)
+    return Sample(np.asarray(ids, np.int32), trained, rng.uniform(-4, -2, len(trained)).astype(np.float32),
+                  rng.integers(0, vocab, (len(trained), top_k)).astype(np.int32), rng.uniform(-4, -2, (len(trained), top_k)).astype(np.float32),
+                  advantage, group_id, version)
+
+
+def random_group(rng, group_id, prompt, rollouts, length, vocab=37, top_k=3):
+    return [make_sample([*prompt, *rng.integers(0, vocab, rng.integers(1, length + 1))], len(prompt), group_id,
+                        float(rng.normal()), top_k=top_k, vocab=vocab, seed=int(rng.integers(1 << 30))) for _ in range(rollouts)]
+
+
+def tiny_config(**changes):
+    return Config(**(dict(model="tiny", reward_funcs=len, gradient_checkpointing=False, use_cpu=True, bf16=False) | changes))
+
+
+def tiny_lm(vocab=37, tied=True, dtype=torch.float32, seed=0, **changes):
+    """A random Llama with tree attention."""
+    import attention
+    from transformers import LlamaConfig, LlamaForCausalLM
+    attention.register()
+    torch.manual_seed(seed)
+    config = LlamaConfig(**(dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                 num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=tied, initializer_range=0.2) | changes))
+    config._attn_implementation = attention.NAME
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tiny_moe(seed=0):
+    """A random Qwen3-MoE with 4 experts, 2 of them a token."""
+    import attention
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    attention.register()
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(vocab_size=37, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+                            num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=128, initializer_range=0.2)
+    config._attn_implementation = attention.NAME
+    return Qwen3MoeForCausalLM(config)
+
+
+def tensors_of(row):
+    from train import to_device
+    return to_device(row, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    assert SMALL_MODEL.is_dir(), f"fetch the small model first: make {SMALL_MODEL.relative_to(ROOT)}"
+    return str(SMALL_MODEL)

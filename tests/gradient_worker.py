@@ -1,0 +1,54 @@
+"""Run by torchrun: gradients of recorded samples as train.py computes them; rank 0 writes one result a job.
+
+    gradient_worker.py JOBS.pkl OUT.pt       JOBS: a list of dicts of `run`'s arguments
+"""
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from conftest import tiny_config, tiny_lm, tiny_moe             # noqa: E402
+
+from loss import Objective                                      # noqa: E402
+from model import Policy, load_policy, shard                    # noqa: E402
+from packing import plan_micro_batch                            # noqa: E402
+from train import forward_backward, make_step, scatter_step     # noqa: E402
+
+
+def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", update=False):
+    """micro_batches: lists of samples. Gradients (or, with `update`, parameters after one SGD step) in full, and what was reported."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = tiny_config(model=model, loss_normalization=normalization)
+    made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
+                tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5))
+    policy = made[model]() if model in made else load_policy(config, torch.device("cpu"))
+    shard(policy, dist.init_device_mesh("cpu", (world,)), torch.float32)
+    plan = None
+    if rank == 0:
+        planned = [plan_micro_batch(samples, world, budget) for samples in micro_batches]
+        assert all(left is None for _, left in planned)
+        plan = make_step(config, [rows for rows, _ in planned], 0, budget)
+    group = dist.group.WORLD if world > 1 else None
+    loss, _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9).full_tensor().reshape(1)
+    norms = [torch.empty(1) for _ in range(world)]
+    dist.all_gather(norms, norm)
+    metrics = stats.reduce(Objective(), group)
+    dist.all_reduce(loss)
+    if update:
+        torch.optim.SGD(policy.parameters(), lr=1.0).step()
+    values = {name: (p if update else p.grad).full_tensor().detach().clone() for name, p in policy.lm.named_parameters()}
+    return dict(values=values, loss=loss.item(), norms=[n.item() for n in norms], metrics=metrics,
+                trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = [run(**job) for job in pickle.loads(Path(sys.argv[1]).read_bytes())]
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[2])
+    dist.destroy_process_group()

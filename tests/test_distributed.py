@@ -1,0 +1,144 @@
+"""The gradient depends on the samples alone: not on ranks, rows, micro-batches, filler or padding."""
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm
+
+from loss import Objective, policy_loss
+from model import Policy
+from packing import pack_row
+from train import make_step
+
+HERE = Path(__file__).parent
+
+
+def reference(samples, denominator, vocab=37):
+    """One forward a sample, one process, nothing packed."""
+    policy = Policy(tiny_lm(vocab=vocab), 1.0, "sdpa")
+    for sample in samples:
+        row = tensors_of(pack_row([sample]))[0]
+        logprobs, topk, _, _ = policy(row)
+        (policy_loss(Objective(), logprobs, topk, row["sampler_logprobs"], row["topk_logprobs"], row["advantages"]).sum() / denominator).backward()
+    return {name: p.grad for name, p in policy.lm.named_parameters()}
+
+
+def assert_same(a, b, tolerance=1e-5):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).norm() <= tolerance * b[name].norm() + 1e-9, name
+
+
+def close_samples(seed=0, groups=3, vocab=37):
+    """Samples whose sampler log-probs are near the tiny model's, so that ratios stay inside the bounds."""
+    rng = np.random.default_rng(seed)
+    samples = [s for g in range(groups) for s in random_group(rng, g, list(rng.integers(0, vocab, 8)), 4, 9, vocab=vocab)]
+    policy = Policy(tiny_lm(vocab=vocab), 1.0, "sdpa")
+    for sample in samples:
+        with torch.no_grad():
+            logprobs, topk, _, _ = policy(tensors_of(pack_row([sample]))[0])
+        sample.sampler_logprobs[:] = logprobs.numpy() + rng.normal(0, 0.2, len(logprobs))
+        sample.topk_logprobs[:] = topk.numpy() + rng.normal(0, 0.2, topk.shape)
+    return samples
+
+
+JOBS = dict(
+    plain=lambda: dict(micro_batches=[close_samples()]),
+    one_group=lambda: dict(micro_batches=[close_samples(groups=1)]),
+    tight=lambda: dict(micro_batches=[close_samples()], budget=130),
+    step=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]], normalization="step"),
+    mean=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]]),
+    moe=lambda: dict(micro_batches=[[make_sample(s.input_ids, 4, group_id=i) for i, s in enumerate(close_samples(groups=8)[::4])]], model="tiny_moe"),
+    odd=lambda: dict(micro_batches=[close_samples(groups=2, vocab=11)], model="tiny11", update=True))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """results[ranks][job]: every job on 1, 2 and 3 gloo ranks."""
+    folder = tmp_path_factory.mktemp("gradients")
+    found = {}
+    for ranks in (1, 2, 3):
+        names = [name for name in JOBS if not (name == "tight" and ranks == 1)]      # 12 samples do not fit one row of 130 tokens
+        (folder / "jobs.pkl").write_bytes(pickle.dumps([JOBS[name]() for name in names]))
+        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(29600 + ranks),
+                              str(HERE / "gradient_worker.py"), str(folder / "jobs.pkl"), str(folder / "out.pt")],
+                             capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stderr[-3000:]
+        found[ranks] = dict(zip(names, torch.load(folder / "out.pt")))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_gives_the_gradient_of_separate_forwards(results, ranks):
+    """Norms are the same on all ranks and that of the whole gradient; metrics are over all ranks."""
+    got, alone, samples = results[ranks]["plain"], results[1]["plain"], close_samples()
+    wanted = reference(samples, got["trained"])
+    assert_same(got["values"], wanted)
+    full = torch.cat([g.flatten() for g in wanted.values()]).norm().item()
+    assert got["norms"] == pytest.approx([full] * ranks, rel=1e-5)
+    assert got["trained"] == sum(len(s.trained_index) for s in samples) and got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    for name, value in alone["metrics"].items():
+        assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_many_small_rows_give_the_gradient_of_one(results):
+    """A budget of 130 unique tokens leaves no room for a group in the first row alone: samples spread over 2 and 3 rows."""
+    for ranks in (2, 3):
+        assert_same(results[ranks]["tight"]["values"], results[1]["plain"]["values"])
+
+
+def test_ranks_without_a_sample_forward_filler_that_changes_nothing(results):
+    """One group fits one row, so with 3 ranks two of them have no sample: gradient, loss and token counts stay."""
+    one, three = results[1]["one_group"], results[3]["one_group"]
+    assert_same(three["values"], one["values"])
+    assert (three["trained"], three["forwarded"]) == (one["trained"], one["forwarded"]) and three["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_in_step_mode_micro_batches_give_one_mean_and_in_micro_batch_mode_a_mean_of_means(results, ranks):
+    """Micro-batches of 1 and of 11 samples; step mode equals one micro-batch of all 12."""
+    parts = [close_samples()[:1], close_samples()[1:]]
+    counts = [sum(len(s.trained_index) for s in part) for part in parts]
+    assert_same(results[ranks]["step"]["values"], reference(sum(parts, []), sum(counts)))
+    first, second = (reference(part, count * 2) for part, count in zip(parts, counts))
+    assert_same(results[ranks]["mean"]["values"], {name: first[name] + second[name] for name in first})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_split_a_moe_batch_without_changing_its_aux_gradient(results, ranks):
+    """Nothing is shared between these samples, so the physical tokens are the same on any number of ranks."""
+    one, more = results[1]["moe"], results[ranks]["moe"]
+    assert one["forwarded"] == more["forwarded"] and one["metrics"]["aux_loss"] > 0
+    assert more["metrics"]["aux_loss"] == pytest.approx(one["metrics"]["aux_loss"], rel=1e-5)
+    assert_same(more["values"], one["values"], 1e-4)
+
+
+def test_with_a_tied_head_and_a_vocabulary_that_ranks_do_not_divide_every_row_still_trains(results):
+    """Vocabulary 11 on 3 ranks: after one SGD step every row of the tied embedding has moved as in a single process."""
+    assert_same(results[3]["odd"]["values"], results[1]["odd"]["values"])
+    before = tiny_lm(vocab=11).state_dict()["model.embed_tokens.weight"]
+    assert ((results[3]["odd"]["values"]["model.embed_tokens.weight"] - before).abs().amax(1) > 0).all()
+
+
+def test_the_two_means_of_the_public_report_are_065_and_125():
+    """100 tokens of loss 2.0 and 900 of loss 0.5: 0.65 over the step, 1.25 as a mean of micro-batch means."""
+    batches = [[[make_sample(np.arange(101) % 37, 1)]], [[make_sample(np.arange(901) % 37, 1)]]]
+    for mode, value in (("step", 0.65), ("micro_batch", 1.25)):
+        share = make_step(tiny_config(loss_normalization=mode), batches, 0, 1000).shares[0]
+        assert sum(total / d for total, d in zip((100 * 2.0, 900 * 0.5), share.denominators)) == pytest.approx(value)
+
+
+def test_unused_padding_rows_of_top_tokens_do_not_change_the_gradient():
+    """A row mixes samples with 3 and with 5 reported top tokens: each gradient is that of its own sample."""
+    a, b = close_samples(groups=1)[:2]
+    wide = make_sample(list(b.input_ids), 8, top_k=5)
+    both, parts = reference([a], 1), reference([wide], 1)
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    row = tensors_of(pack_row([a, wide]))[0]
+    logprobs, topk, _, _ = policy(row)
+    policy_loss(Objective(), logprobs, topk, row["sampler_logprobs"], row["topk_logprobs"], row["advantages"]).sum().backward()
+    assert_same({name: p.grad for name, p in policy.lm.named_parameters()}, {name: both[name] + parts[name] for name in both})

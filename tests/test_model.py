@@ -1,0 +1,133 @@
+"""A packed row is a layout change only: every trained token's log-prob is that of its sample forwarded alone."""
+import numpy as np
+import pytest
+import torch
+from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
+
+from loss import Objective, load_balancing_loss
+from model import Policy, aux_loss_coef
+from config import ConfigError
+from packing import pack_row
+
+
+def alone(policy, sample):
+    """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
+    ids = torch.tensor(sample.input_ids, dtype=torch.int64)
+    policy.lm.config._attn_implementation = "sdpa"
+    try:
+        logits = policy.lm(input_ids=ids[None]).logits[0].double() / policy.temperature
+    finally:
+        policy.lm.config._attn_implementation = "tree"
+    return logits.log_softmax(-1)[sample.trained_index - 1].gather(1, ids[sample.trained_index][:, None])[:, 0]
+
+
+def shapes():
+    rng = np.random.default_rng(1)
+    prompt = [1, 2, 3, 4, 5, 6]
+    two_levels = [make_sample([*prompt, 7, 8, *tail], 6, seed=i) for i, tail in enumerate(([9, 10, 11], [9, 12], [13, 14]))]
+    return dict(
+        shared_prompt=random_group(rng, 0, prompt, 5, 7), two_levels=[*two_levels, make_sample([*prompt, 20, 21], 6)],
+        prefix_of_another=[make_sample([1, 2, 3, 4, 5, 6], 2), make_sample([1, 2, 3, 4], 2), make_sample([1, 2, 3, 9], 2)],
+        duplicates=[make_sample([5, 6, 7, 8], 1, advantage=1.0), make_sample([5, 6, 7, 8], 1, advantage=-2.0), make_sample([5, 6, 7, 8], 2)],
+        nothing_shared=[make_sample([i, 2, 3, 4, i], 2) for i in range(4)],
+        common_system_prompt=[s for g in range(3) for s in random_group(rng, g, [9, 9, 9, g, g], 3, 6)],
+        first_token_trained_right_after_one=[make_sample([1, 2], 1), make_sample([3, 4, 5], 1)])
+
+
+@pytest.mark.parametrize("shape", shapes())
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_logprobs_and_gradients_equal_separate_forwards(shape, checkpointing):
+    samples = shapes()[shape]
+    policy = Policy(tiny_lm(), 0.8, "sdpa").train()
+    parameters = list(policy.parameters())
+    separate = torch.cat([alone(policy, sample) for sample in samples])
+    weights = torch.linspace(-1, 2, len(separate), dtype=torch.float64)
+    wanted = torch.autograd.grad((separate * weights).sum(), parameters)
+    if checkpointing:
+        policy.lm.gradient_checkpointing_enable(dict(use_reentrant=False))
+    logprobs = policy(tensors_of(pack_row(samples))[0])[0]
+    assert (logprobs.double() - separate).abs().max() < 1e-4
+    packed = torch.autograd.grad((logprobs.double() * weights).sum(), parameters)
+    for a, b in zip(packed, wanted):
+        assert (a - b).norm() <= 1e-4 * b.norm().clamp(min=1e-3)
+
+
+def test_a_packed_row_of_the_real_model_equals_its_samples_alone(small_model):
+    from model import load_policy
+    from transformers import AutoTokenizer
+    policy = load_policy(tiny_config(model=small_model), torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    texts = ["2 + 2 = 4.", "2 + 2 = 5.", "2 + 2", "2 + 2 = 4.", "A dog."]
+    samples = [make_sample(tokenizer(t).input_ids, 1, vocab=1000) for t in texts]
+    with torch.no_grad():
+        logprobs = policy(tensors_of(pack_row(samples))[0])[0]
+        separate = torch.cat([alone(policy, sample) for sample in samples])
+    assert (logprobs.double() - separate).abs().max() < 1e-4
+
+
+def test_flex_and_dense_masks_agree_in_the_forward():
+    """FlexAttention has no backward on a CPU; its forward does run here."""
+    samples = shapes()["two_levels"]
+    row = tensors_of(pack_row(samples))[0]
+    with torch.no_grad():
+        dense, flex = (Policy(tiny_lm(), 1.0, backend)(row)[0] for backend in ("sdpa", "flex"))
+    assert (dense - flex).abs().max() < 1e-5
+
+
+def test_top_tokens_and_entropy_come_from_the_position_that_predicts_the_target():
+    policy = Policy(tiny_lm(), 1.3, "sdpa")
+    sample = make_sample([1, 2, 3, 4, 5], 2, top_k=4)
+    _, topk, entropy, _ = policy(tensors_of(pack_row([sample]))[0])
+    policy.lm.config._attn_implementation = "sdpa"
+    full = (policy.lm(input_ids=torch.tensor(sample.input_ids, dtype=torch.int64)[None]).logits[0, 1:4] / 1.3).log_softmax(-1)
+    assert (topk - full.gather(1, torch.tensor(sample.topk_ids, dtype=torch.int64))).abs().max() < 1e-5
+    assert (entropy + (full.exp() * full).sum(-1)).abs().max() < 1e-5
+
+
+# Mixture of experts
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_aux_loss_is_transformers_own_over_physical_tokens(checkpointing):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    policy = Policy(tiny_moe(), 1.0, "sdpa", aux_loss_coef=0.1)
+    if checkpointing:
+        policy.lm.gradient_checkpointing_enable(dict(use_reentrant=False))
+    policy.train()
+    row = pack_row(shapes()["shared_prompt"])
+    routers = policy(tensors_of(row)[0])[3]
+    assert routers.shape == (2, len(row.input_ids), 4)
+    ours = load_balancing_loss(routers, 2, len(row.input_ids))
+    theirs = load_balancing_loss_func(tuple(routers), 4, 2)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    gates = [p for name, p in policy.named_parameters() if "gate.weight" in name]
+    for a, b in zip(torch.autograd.grad(ours, gates, retain_graph=True), torch.autograd.grad(theirs, gates)):
+        assert (a - b).norm() <= 1e-5 * b.norm() and b.norm() > 0
+
+
+def test_shares_of_the_aux_loss_with_global_counts_do_not_depend_on_the_split():
+    logits = torch.randn(2, 10, 4, generator=torch.Generator().manual_seed(0))
+    whole = load_balancing_loss(logits, 2, 10)
+    p = logits.softmax(-1)
+    f = torch.zeros(4).index_add_(0, p.topk(2).indices.flatten(), torch.ones(40)) / 20
+    assert whole.item() == pytest.approx(4 * (f * p.mean((0, 1))).sum().item(), rel=1e-6)
+    assert load_balancing_loss(logits[:, :0], 2, 10).item() == 0
+
+
+def test_an_aux_coefficient_for_a_dense_model_is_refused_and_a_moe_models_own_is_the_default():
+    with pytest.raises(ConfigError, match="not a Mixture-of-Experts"):
+        aux_loss_coef(tiny_config(router_aux_loss_coef=0.1), tiny_lm())
+    assert aux_loss_coef(tiny_config(), tiny_lm()) == 0
+    assert aux_loss_coef(tiny_config(), tiny_moe()) == 0.001
+    assert aux_loss_coef(tiny_config(router_aux_loss_coef=0.0), tiny_moe()) == 0
+
+
+def test_forward_backward_adds_the_scaled_aux_loss_and_reports_it():
+    from train import Share, forward_backward
+    rows = [pack_row(shapes()["shared_prompt"]), pack_row(shapes()["duplicates"])]
+    share = Share(rows, [10.0, 20.0], [len(r.input_ids) for r in rows], [0.25, 0.75])
+    losses, aux = {}, {}
+    for coef in (1e-9, 0.5):
+        policy = Policy(tiny_moe(), 1.0, "sdpa", aux_loss_coef=coef)
+        loss, _, stats = forward_backward(policy, Objective(), share, torch.device("cpu"))
+        losses[coef], aux[coef] = loss.item(), stats.reduce(Objective())["aux_loss"]
+    assert losses[0.5] - losses[1e-9] == pytest.approx(0.5 * aux[0.5], rel=1e-4) and aux[0.5] == pytest.approx(aux[1e-9])
