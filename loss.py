@@ -4,11 +4,12 @@ Whose number it is, is in the name: `sampler_logprobs` come from the server, `lo
 are log_softmax(logits / temperature) over the same support.
 """
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 27     # logits held at a time, (terms x vocabulary block); 0.5 GB in fp32
+BLOCK = 8192     # vocabulary columns of logits held at a time: one static size, so that compiled code fits every row
 
 
 @dataclass(frozen=True)
@@ -19,22 +20,62 @@ class Candidates:
     ids: Tensor                  # (C,) int64
     whole: Tensor                # (M,) bool
 
+    def block(self, start: int, stop: int) -> Tensor:
+        """(M, stop - start) bool: who may draw what among tokens start … stop."""
+        allowed = self.whole[:, None].repeat(1, stop - start)
+        inside = (self.ids >= start) & (self.ids < stop)
+        allowed[self.rows[inside], self.ids[inside] - start] = True
+        return allowed
 
-def _logits_block(hidden: Tensor, weight: Tensor, start: int, temperature: float, softcap: float | None,
-                  candidates: Candidates | None) -> tuple[Tensor, Tensor | None]:
-    """Logits (M, B) of the vocabulary block that `weight` (B, D) holds, in fp32 (fp64 for fp64), and d logit / d raw logit if not constant."""
-    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
-    slope = None
-    if softcap is not None:
-        squashed = torch.tanh(logits / softcap)
-        logits, slope = squashed * softcap, 1 - squashed.square()
-    logits = logits / temperature
-    if candidates is not None:
-        allowed = candidates.whole[:, None].expand(logits.shape).clone()
-        inside = (candidates.ids >= start) & (candidates.ids < start + len(weight))
-        allowed[candidates.rows[inside], candidates.ids[inside] - start] = True
+
+def _final_logits(raw: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """What softmax is taken of, in fp32 (fp64 for fp64)."""
+    logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+
+
+def _fold(raw: Tensor, allowed: Tensor | None, peak: Tensor, mass: Tensor, energy: Tensor, temperature: float,
+          softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold a block (M, B) into the running maximum, Σ e^(l − peak) and Σ l·e^(l − peak), each (M,)."""
+    logits = _final_logits(raw, temperature, softcap)
+    if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
-    return logits, slope
+    higher = torch.maximum(peak, logits.amax(-1))
+    base = torch.where(higher == -torch.inf, 0, higher)                            # no candidate so far: nothing to add
+    p = torch.exp(logits - base[:, None])
+    shrink = torch.exp(peak - base)
+    return higher, mass * shrink + p.sum(-1), energy * shrink + torch.where(p > 0, p * logits, 0).sum(-1)
+
+
+def _softmax_gradient(raw: Tensor, allowed: Tensor | None, normaliser: Tensor, scale: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """scale·p·(d logit / d raw)·T of a block (M, B), in raw's dtype; scale (M, 1)."""
+    d = torch.exp(_final_logits(raw, temperature, softcap) - normaliser[:, None]) * scale
+    if softcap is not None:
+        d = d * (1 - torch.tanh(raw.to(d.dtype) / softcap).square())
+    return (d if allowed is None else d.masked_fill(~allowed, 0)).to(raw.dtype)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function, dynamic=False)
+
+
+def _fused(function, *args):
+    """function(*args), compiled into one pass over memory on a GPU; as it is on a CPU, where the products dominate."""
+    if not args[0].is_cuda:
+        return function(*args)
+    for tensor in args:
+        if isinstance(tensor, Tensor):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)      # terms vary from row to row; a dynamic block would cost 10 %
+    return _compiled(function)(*args)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b with total in fp32 for bf16 factors, rounded nowhere in between."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -42,7 +83,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     Blocks run over the vocabulary, not over terms: with the normaliser known, each block's weight gradient is one finished
     matrix product, accumulated in fp32 inside it, and no full-size fp32 buffer of the weight exists. Peak extra memory is the
-    weight's gradient, one block and an (M, D) fp32 accumulator.
+    weight's gradient, two blocks and an (M, D) fp32 accumulator. Products run in the dtype of their factors, reductions in fp32.
     """
 
     @staticmethod
@@ -50,22 +91,21 @@ class FusedLogprobs(torch.autograd.Function):
                 candidates: Candidates | None, block: int) -> tuple[Tensor, Tensor]:
         """hidden (M, D), weight (V, D), ids (M, J) with -1 for absent -> log-probs (M, J), entropy (M,)."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        peak = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)            # (M,) running maximum
-        mass, energy = torch.zeros_like(peak), torch.zeros_like(peak)              # (M,) sum e^(l - peak), sum l e^(l - peak)
-        chosen = hidden.new_full(ids.shape, -torch.inf, dtype=wide)               # (M, J) logits of ids
+        peak = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)            # (M,)
+        mass, energy = torch.zeros_like(peak), torch.zeros_like(peak)
+        chosen = hidden.new_full(ids.shape, -torch.inf, dtype=wide)               # (M, J) final logits of ids
         for start in range(0, len(weight), block):
-            logits, _ = _logits_block(hidden, weight[start:start + block], start, temperature, softcap, candidates)
-            higher = torch.maximum(peak, logits.amax(-1))
-            base = higher.nan_to_num(neginf=0.0)                                    # no candidate so far: nothing to add
-            shrink = torch.exp(peak - base)
-            p = torch.exp(logits - base[:, None])
-            mass = mass * shrink + p.sum(-1)
-            energy = energy * shrink + (p * logits.nan_to_num(neginf=0.0)).sum(-1)
-            peak = higher
-            inside = (ids >= start) & (ids < start + logits.shape[1])
-            chosen = torch.where(inside, logits.gather(1, (ids - start).clamp(0, logits.shape[1] - 1)), chosen)
+            part = weight[start:start + block]
+            stop = start + len(part)
+            raw = hidden @ part.T                                                  # (M, B)
+            allowed = candidates.block(start, stop) if candidates else None
+            peak, mass, energy = _fused(_fold, raw, allowed, peak, mass, energy, temperature, softcap)
+            inside, column = (ids >= start) & (ids < stop), (ids - start).clamp(0, len(part) - 1)
+            if candidates:
+                inside = inside & allowed.gather(1, column)
+            chosen = torch.where(inside, _final_logits(raw.gather(1, column), temperature, softcap), chosen)
         normaliser = peak + mass.log()                                             # (M,)
-        ctx.save_for_backward(hidden, weight, ids, normaliser)
+        ctx.save_for_backward(hidden, weight, ids, normaliser, chosen)
         ctx.settings = temperature, softcap, candidates, block
         entropy = normaliser - energy / mass
         ctx.mark_non_differentiable(entropy)
@@ -74,33 +114,33 @@ class FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _):
         """d logit(v) = Σ_j grad_j·[v = id_j] − (Σ_j grad_j)·p(v); an id that is absent or outside the candidate set has no gradient."""
-        hidden, weight, ids, normaliser = ctx.saved_tensors
+        hidden, weight, ids, normaliser, chosen = ctx.saved_tensors
         temperature, softcap, candidates, block = ctx.settings
-        total = grad.sum(-1, keepdim=True)                                         # (M, 1)
+        grad = torch.where(torch.isfinite(chosen), grad, 0) / temperature           # (M, J)
+        scale = -grad.sum(-1, keepdim=True)                                         # (M, 1)
+        direct = grad if softcap is None else grad * (1 - torch.where(torch.isfinite(chosen), chosen * temperature / softcap, 0).square())
         grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight)
         for start in range(0, len(weight), block):
             part = weight[start:start + block]
-            logits, slope = _logits_block(hidden, part, start, temperature, softcap, candidates)
-            d = torch.exp(logits - normaliser[:, None]) * -total                   # (M, B)
-            inside = (ids >= start) & (ids < start + len(part))
-            d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, grad, 0))
-            d = (d if slope is None else d * slope) / temperature
-            d = d.to(hidden.dtype)
-            grad_hidden += d @ part
-            grad_weight[start:start + block] = d.T @ hidden
+            stop = start + len(part)
+            raw = hidden @ part.T
+            allowed = candidates.block(start, stop) if candidates else None
+            d = _fused(_softmax_gradient, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
+            inside = (ids >= start) & (ids < stop)
+            d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, direct, 0).to(d.dtype))
+            _add_product(grad_hidden, d, part)
+            torch.mm(d.T, hidden, out=grad_weight[start:stop])
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, topk_ids: Tensor, *, temperature: float = 1.0,
-                   softcap: float | None = None, candidates: Candidates | None = None, block: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                   softcap: float | None = None, candidates: Candidates | None = None, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets (M,) and of the sampler's top tokens (M, K), with gradient, and the entropy (M,), without.
 
     hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where the sampler reported fewer (log-prob -inf).
     Never holds more than `block` columns of the (M, V) logits.
     """
-    if block is None:
-        block = max(BLOCK_ELEMENTS // max(len(hidden), 1), 1024)
     ids = torch.cat([targets[:, None], topk_ids], dim=1)                           # (M, 1 + K)
     logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block)
     return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy                # not views: FSDP hooks the outputs

@@ -57,6 +57,7 @@ class Row:
     term_sample: np.ndarray              # (M,) int64, index of the sample in the row
     candidate_ids: np.ndarray | None     # (C,) int64 of all terms end to end, or None: every term has the whole vocabulary
     candidate_counts: np.ndarray | None  # (M,) int64; 0: whole vocabulary
+    num_tokens: int = 0                  # without padding and filler
     num_samples: int = 0
     raw_tokens: int = 0                  # before packing
     attention_cost: int = 0              # (query, key) pairs
@@ -71,11 +72,11 @@ def shared_length(left: np.ndarray, right: np.ndarray) -> int:
     return max(int(differing[0]) - 1, 0)
 
 
-def pack_row(samples: list[Sample]) -> Row:
+def pack_row(samples: list[Sample], multiple: int = 1) -> Row:
     """Lay the trie of `samples` out depth-first and point every loss term at the position that predicts it.
 
-    A filler row (no samples) is one token and no term: it keeps a rank in step and adds exactly zero. A term whose sampler
-    log-prob is not finite is left out.
+    The row is padded to a `multiple` of tokens; padding and filler (a row without samples) see only themselves and have no
+    term: they add exactly zero. A term whose sampler log-prob is not finite is left out.
     """
     order = sorted(range(len(samples)), key=lambda i: samples[i].key())
     tokens, positions, previous, previous_path, size = [], [], np.empty(0, np.int32), np.empty(0, np.int64), 0
@@ -90,14 +91,13 @@ def pack_row(samples: list[Sample]) -> Row:
         size += len(ids) - shared
         previous, previous_path = ids, paths[i]
     ends.append((previous_path, size))
-    if not samples:
-        tokens, positions, ends, size = [np.zeros(1)], [np.zeros(1)], [(np.zeros(1, np.int64), 1)], 1
-    end = np.full(size, -1, np.int64)
+    padding = -(-max(size, 1) // multiple) * multiple - size
+    end = np.arange(1, size + padding + 1)
     for indices, value in ends:
         end[indices] = value
-    positions = np.concatenate(positions).astype(np.int64)
-    return Row(np.concatenate(tokens).astype(np.int64), positions, end, **_terms(samples, paths), num_samples=len(samples),
-               raw_tokens=sum(len(s.input_ids) for s in samples), attention_cost=int(positions.sum()) + size)
+    input_ids, position_ids = (np.concatenate([*parts, np.zeros(padding)]).astype(np.int64) for parts in (tokens, positions))
+    return Row(input_ids, position_ids, end, **_terms(samples, paths), num_tokens=size, num_samples=len(samples),
+               raw_tokens=sum(len(s.input_ids) for s in samples), attention_cost=int(position_ids.sum()) + size)
 
 
 def _terms(samples: list[Sample], paths: list[np.ndarray]) -> dict[str, np.ndarray | None]:

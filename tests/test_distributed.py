@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm
+from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
 
 from loss import Objective, policy_loss
 from model import Policy
 from packing import pack_row
-from train import make_step
+from train import Share, forward_backward, make_step
 
 HERE = Path(__file__).parent
 
@@ -132,7 +132,19 @@ def test_the_two_means_of_the_public_report_are_065_and_125():
         assert sum(total / d for total, d in zip((100 * 2.0, 900 * 0.5), share.denominators)) == pytest.approx(value)
 
 
-def test_unused_padding_rows_of_top_tokens_do_not_change_the_gradient():
+@pytest.mark.parametrize("lm", [tiny_lm, tiny_moe])
+def test_padding_does_not_change_the_gradient(lm):
+    samples, grads = close_samples(groups=1), []
+    for multiple in (1, 64):
+        row = pack_row(samples, multiple)
+        policy = Policy(lm(), 1.0, "sdpa", 0.5 if lm is tiny_moe else 0.0)
+        forward_backward(policy, Objective(), Share([row], [30.0], [row.num_tokens], [1.0]), torch.device("cpu"))
+        grads.append({name: p.grad for name, p in policy.lm.named_parameters()})
+    assert len(row.input_ids) % 64 == 0
+    assert_same(grads[1], grads[0])
+
+
+def test_unused_columns_of_top_tokens_do_not_change_the_gradient():
     """A row mixes samples with 3 and with 5 reported top tokens: each gradient is that of its own sample."""
     a, b = close_samples(groups=1)[:2]
     wide = make_sample(list(b.input_ids), 8, top_k=5)

@@ -73,8 +73,15 @@ def test_a_prefix_shares_its_last_token_and_a_branch_forks_one_token_early():
 
 def test_a_filler_row_has_one_token_and_no_term():
     row = pack_row([])
-    assert (len(row.input_ids), len(row.targets), row.num_samples, row.raw_tokens) == (1, 0, 0, 0)
+    assert (len(row.input_ids), row.num_tokens, len(row.targets), row.num_samples, row.raw_tokens, row.attention_cost) == (1, 0, 0, 0, 0, 0)
     assert row.end.tolist() == [1] and row.topk_ids.shape == (0, 0)
+
+
+def test_padding_sees_only_itself_and_is_counted_nowhere():
+    plain, padded = (pack_row([make_sample([1, 2, 3, 4, 5], 3), make_sample([1, 2, 3, 6], 3)], multiple) for multiple in (1, 5))
+    assert len(padded.input_ids) == 10 and padded.end.tolist() == [*plain.end.tolist(), 8, 9, 10]
+    assert [seen(padded, i).tolist() for i in (7, 8, 9)] == [[7], [8], [9]]
+    assert (padded.num_tokens, padded.attention_cost, padded.term_index.tolist()) == (7, plain.attention_cost, plain.term_index.tolist())
 
 
 def test_a_term_without_a_finite_sampler_logprob_is_left_out():

@@ -1,0 +1,88 @@
+"""The sampling endpoint of a vLLM server, on a thread of its own, with a fault for any request number."""
+import asyncio
+import threading
+
+from aiohttp import web
+
+EOS = 0
+
+
+def choice(ids, logprobs=None, asked=3, versions=(), **more):
+    """A reply's choice: the sampled token is its position's most likely one, its successors in the vocabulary follow."""
+    logprobs = [-0.5] * len(ids) if logprobs is None else logprobs
+    content = [dict(token_id=i, logprob=value,
+                    top_logprobs=[dict(token_id=i + j, logprob=(value or 0) - j, rank=1 + j) for j in range(asked)])
+               for i, value in zip(ids, logprobs)]
+    told = [dict(version=str(version), start=n, end=n + 1) for n, version in enumerate(versions)]
+    return dict(index=0, token_ids=ids, logprobs=dict(content=content), weight_versions=told,
+                finish_reason="stop" if ids[-1:] == [EOS] else "length") | more
+
+
+def by_seed(body):
+    """Three tokens that differ between five requests in a row."""
+    n, asked = body["sampling_params"]["seed"] % 5, body["sampling_params"]["logprobs"]
+    return choice([20 + n, 30 + n, EOS], [-0.5, -1.0, -1.5], asked)
+
+
+class FakeServer:
+    """`with FakeServer() as server:` listens at `server.url` and answers POST /inference/v1/generate with `answer(body)`.
+
+    `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
+    those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time.
+    """
+
+    def __init__(self, answer=by_seed, faults=None, delay=0.0):
+        self.answer, self.faults, self.delay = answer, faults or {}, delay
+        self.bodies: list[dict] = []
+        self.events: list[tuple[str, tuple[int, ...]]] = []
+
+    def most_active(self) -> int:
+        active = [0]
+        for kind, _ in self.events:
+            active.append(active[-1] + (1 if kind == "in" else -1))
+        return max(active)
+
+    def seeds(self) -> list[int]:
+        return [body["sampling_params"]["seed"] for body in self.bodies]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        fault = self.faults.get(len(self.bodies))
+        self.bodies.append(body)
+        prompt = tuple(body["token_ids"])
+        self.events.append(("in", prompt))
+        try:
+            delay, fault = fault if isinstance(fault, list) else (self.delay, fault)
+            await asyncio.sleep(delay)
+            if fault == "close":
+                request.transport.abort()
+                return web.Response()
+            if fault == "malformed":
+                return web.Response(text='{"choices": [')
+            if fault:
+                return web.Response(status=fault[0], text=fault[1])
+            return web.json_response(dict(choices=[self.answer(body)]))
+        finally:
+            self.events.append(("out", prompt))
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self._generate)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def __enter__(self) -> "FakeServer":
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.runner = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        return self
+
+    def __exit__(self, *_) -> None:
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()

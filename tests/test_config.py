@@ -1,0 +1,174 @@
+"""Names and defaults are those of the specification; whatever the user can put right is one sentence that names the option."""
+import dataclasses
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, tiny_config
+
+from config import Config, ConfigError, load_config
+
+OWN = dict(
+    model_init_kwargs=None, dtype="float32", trust_remote_code=False, router_aux_loss_coef=None, num_generations=8,
+    max_completion_length=2048, temperature=1.0, top_p=1.0, top_k=0, min_p=None, chat_template_kwargs=None,
+    max_tool_calling_iterations=None, vllm_server_base_url="http://localhost:8000", vllm_server_timeout=1800.0, epsilon=0.2, epsilon_high=None, score_centering=True,
+    vllm_importance_sampling_clip_min=0.5, vllm_importance_sampling_clip_max=5.0, num_sampler_logprobs=8, token_budget=None,
+    max_concurrent_rollouts=512, max_staleness=4, weight_sync_steps=1, rollout_worker_timeout=300.0, log_completions=False,
+    num_completions_to_print=None)
+INHERITED = dict(
+    output_dir=None, num_train_epochs=3.0, max_steps=-1, learning_rate=1e-06, lr_scheduler_type="constant", lr_scheduler_kwargs=None,
+    warmup_steps=0, optim="adamw_torch_fused", weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08,
+    gradient_accumulation_steps=1, max_grad_norm=1.0, bf16=None, fp16=False, tf32=None, gradient_checkpointing=True,
+    gradient_checkpointing_kwargs=None, torch_compile=False, logging_steps=1, logging_first_step=False, disable_tqdm=None, report_to="none",
+    run_name=None, project="huggingface", save_strategy="steps", save_steps=500, save_total_limit=None, save_only_model=False,
+    resume_from_checkpoint=None, full_determinism=False, seed=42, data_seed=None, use_cpu=False, ddp_timeout=1800)
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
+NOT_YET = {"max_tool_calling_iterations"}
+
+FILE = """
+from config import Config
+def length_times(factor):
+    return lambda completions, **columns: [factor * len(c) for c in completions]
+
+
+config = Config(model="tiny", reward_funcs=length_times(2.0))
+"""
+
+
+def write(folder, text=FILE, name="my_run.py"):
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted((OWN | INHERITED).keys() & DEFAULTS.keys()))
+def test_an_option_has_the_default_of_the_specification(name):
+    assert DEFAULTS[name] == (OWN | INHERITED)[name]
+
+
+def test_no_option_of_the_method_is_missing():
+    assert OWN.keys() - DEFAULTS.keys() <= NOT_YET
+
+
+@pytest.mark.parametrize("text, name, value", [
+    ("num_generations=4", "num_generations", 4), ("--num_generations=4", "num_generations", 4), ("max_steps=-1", "max_steps", -1),
+    ("learning_rate=3e-5", "learning_rate", 3e-5), ("temperature=1", "temperature", 1.0), ("min_p=0.0", "min_p", 0.0),
+    ("score_centering=false", "score_centering", False), ("score_centering=True", "score_centering", True), ("bf16=0", "bf16", False),
+    ("bf16=none", "bf16", None), ("epsilon_high=None", "epsilon_high", None), ("token_budget=4096", "token_budget", 4096),
+    ("model_init_kwargs={'a': 1, 'b': None}", "model_init_kwargs", {"a": 1, "b": None}),
+    ("model_init_kwargs=None", "model_init_kwargs", None),
+    ("model=org/name=1", "model", "org/name=1"), ("report_to=none", "report_to", "none"), ("run_name=none", "run_name", None),
+    ("output_dir=/tmp/x", "output_dir", "/tmp/x"), ("train_dataset=data/train.jsonl", "train_dataset", "data/train.jsonl"),
+    ("train_dataset=trl-lib/DeepMath-103K", "train_dataset", "trl-lib/DeepMath-103K")])
+def test_an_override_is_parsed_by_the_declared_type(tmp_path, text, name, value):
+    got = getattr(load_config([write(tmp_path), text]), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("learning_rat=1e-5", "unknown option 'learning_rat': did you mean 'learning_rate'?"), ("num_generation=4", "'num_generations'"),
+    ("qqqq=1", "unknown option 'qqqq'"), ("learning_rate", "write key=value"),
+    ("num_generations=eight", "num_generations=eight: the value must be int."), ("num_generations=8.5", "num_generations=8.5"),
+    ("learning_rate=fast", "learning_rate=fast: the value must be float."), ("bf16=maybe", "bf16=maybe: the value must be bool."),
+    ("learning_rate=none", "learning_rate=none"), ("chat_template_kwargs=[1]", "chat_template_kwargs=[1]: the value must be dict."),
+    ("chat_template_kwargs=x", "chat_template_kwargs=x: the value must be dict."),
+    ("reward_funcs=my_reward", "set functions in the config file"),
+    ("num_generations=1", "num_generations=1 must be at least 2."), ("top_p=nan", "top_p=nan")])
+def test_a_bad_override_is_one_sentence(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config([write(tmp_path), text])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, text, words", [
+    (None, None, "missing.py is not a file"), ("empty.py", "x = 1", "must bind `config = Config("), ("dict.py", "config = {}", "must bind"),
+    ("notes.txt", FILE, "notes.txt")])
+def test_a_path_that_is_no_config_is_one_sentence(tmp_path, name, text, words):
+    path = write(tmp_path, text, name) if name else str(tmp_path / "missing.py")
+    with pytest.raises(ConfigError) as caught:
+        load_config([path])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_argument_shows_the_usage():
+    with pytest.raises(ConfigError, match="train.py configs/x.py"):
+        load_config([])
+
+
+@pytest.mark.parametrize("changes, named", [
+    (dict(model=""), "model"), (dict(model=7), "model"), (dict(reward_funcs=None), "reward_funcs"), (dict(reward_funcs=[]), "reward_funcs"),
+    (dict(reward_funcs="accuracy"), "reward_funcs"), (dict(reward_funcs=[len, 3]), "reward_funcs"),
+    (dict(num_generations=1), "num_generations=1"), (dict(max_completion_length=0), "max_completion_length=0"),
+    (dict(num_sampler_logprobs=0), "num_sampler_logprobs=0"), (dict(max_concurrent_rollouts=0), "max_concurrent_rollouts=0"),
+    (dict(weight_sync_steps=0), "weight_sync_steps=0"), (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps=0"),
+    (dict(logging_steps=0), "logging_steps=0"), (dict(max_staleness=-1), "max_staleness=-1"), (dict(top_k=-1), "top_k=-1"),
+    (dict(temperature=0.009), "temperature=0.009"), (dict(temperature=float("nan")), "temperature=nan"), (dict(top_p=0.0), "top_p=0.0"),
+    (dict(top_p=1.01), "top_p=1.01"), (dict(min_p=-0.1, top_k=5), "min_p=-0.1"), (dict(min_p=1.1, top_k=5), "min_p=1.1"),
+    (dict(top_p=0.9), "top_k"), (dict(min_p=0.1), "top_k"),
+    (dict(vllm_importance_sampling_clip_min=1.1), "vllm_importance_sampling_clip_min=1.1"),
+    (dict(vllm_importance_sampling_clip_min=-0.1), "vllm_importance_sampling_clip_min=-0.1"),
+    (dict(vllm_importance_sampling_clip_max=0.9), "_max=0.9"), (dict(loss_normalization="token"), "loss_normalization='token'"),
+    (dict(weight_sync_backend="pigeon"), "weight_sync_backend='pigeon'"), (dict(attention_backend="eager"), "attention_backend='eager'"),
+    (dict(optim="lion"), "optim='lion'"), (dict(dtype="int8"), "dtype='int8'"), (dict(bf16=True, fp16=True), "bf16 and fp16"),
+    (dict(report_to="printer"), "report_to='printer'"), (dict(token_budget=0), "token_budget=0"),
+    (dict(num_train_epochs=0), "num_train_epochs"),
+    (dict(lr_scheduler_type="linear"), "lr_scheduler_type='linear'"), (dict(warmup_steps=3), "warmup_steps"),
+    (dict(warmup_steps=0.1, lr_scheduler_type="constant_with_warmup"), "warmup_steps below 1")])
+def test_a_broken_constraint_is_a_sentence_that_names_the_option(changes, named):
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(**changes)
+    assert named in str(caught.value) and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(top_p=0.9, top_k=50), dict(min_p=0.0), dict(temperature=0.01), dict(max_staleness=0), dict(num_train_epochs=0.5),
+    dict(num_train_epochs=0, max_steps=5), dict(lr_scheduler_type="linear", max_steps=5, warmup_steps=0.1),
+    dict(vllm_importance_sampling_clip_min=1.0, vllm_importance_sampling_clip_max=1.0)])
+def test_the_edge_of_a_constraint_is_allowed(changes):
+    assert all(getattr(tiny_config(**changes), name) == value for name, value in changes.items())
+
+
+def test_one_function_and_a_list_of_functions_are_both_reward_functions():
+    assert tiny_config(reward_funcs=len).reward_functions == [len]
+    assert tiny_config(reward_funcs=(len, max)).reward_functions == [len, max]
+
+
+@pytest.mark.parametrize("changes, restricted", [
+    (dict(), False), (dict(min_p=0.0), False), (dict(top_k=5), True), (dict(top_k=5, min_p=0.1), True)])
+def test_sampling_is_restricted_exactly_when_a_filter_is_on(changes, restricted):
+    assert tiny_config(**changes).restricted_sampling is restricted
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_config().seed = 1
+
+
+def test_lambdas_and_closures_of_a_config_file_work(tmp_path):
+    assert load_config([write(tmp_path)]).reward_funcs(completions=["ab", "c"]) == [4.0, 2.0]
+
+
+def test_functions_of_a_config_file_can_be_inspected_and_pickled(tmp_path):
+    text = "from config import Config\ndef reward(**columns): return [1.0]\nconfig = Config(model='tiny', reward_funcs=reward)"
+    reward = load_config([write(tmp_path, text)]).reward_funcs
+    assert inspect.getsource(reward).startswith("def reward") and pickle.loads(pickle.dumps(reward)) is reward
+
+
+def test_output_goes_to_runs_and_the_name_of_the_file_unless_said_otherwise(tmp_path):
+    assert load_config([write(tmp_path)]).output_dir == "runs/my_run"
+    assert load_config([write(tmp_path), "output_dir=elsewhere"]).output_dir == "elsewhere"
+    assert load_config([write(tmp_path, FILE.replace('"tiny",', '"tiny", output_dir="kept",'))]).output_dir == "kept"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_of_the_repository_loads(path):
+    config = load_config([str(path)])
+    assert config.output_dir == f"runs/{path.stem}" and config.train_dataset is not None
+
+
+def test_a_variant_differs_from_its_base_only_where_it_says():
+    from configs.smollm_cpu import config as base
+    variant = load_config([str(Path(ROOT, "configs", "smollm_cpu_clipped.py"))])
+    changed = {name: getattr(variant, name) for name in DEFAULTS if getattr(variant, name) != getattr(base, name)}
+    assert changed == dict(score_centering=False, epsilon_high=0.28, output_dir="runs/smollm_cpu_clipped")
