@@ -160,8 +160,8 @@ def load_config(argv: list[str]) -> Config:
     if not argv:
         raise ConfigError("which config? Usage: train.py configs/x.py [key=value …]")
     path = Path(argv[0])
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file: give the path of a config, e.g. configs/smollm_cpu.py.")
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"{path} is not a Python file: give the path of a config, e.g. configs/smollm_cpu.py.")
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that functions of the file can be inspected and pickled

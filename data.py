@@ -32,7 +32,7 @@ def _read_jsonl(path: Path) -> list[dict]:
     if not path.is_file():
         raise ConfigError(f"train_dataset {path} is not a file.")
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-BLOCK = 8192     # vocabulary columns of logits held at a time: one static size, so that compiled code fits every row
+BLOCK = 16384     # vocabulary columns of logits held at a time: one static size, so that compiled code fits every row
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def _fold(raw: Tensor, allowed: Tensor | None, peak: Tensor, mass: Tensor, energ
     return higher, mass * shrink + p.sum(-1), energy * shrink + torch.where(p > 0, p * logits, 0).sum(-1)
 
 
-def _softmax_gradient(raw: Tensor, allowed: Tensor | None, normaliser: Tensor, scale: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """scale·p·(d logit / d raw)·T of a block (M, B), in raw's dtype; scale (M, 1)."""
+def _softmax_gradient_(raw: Tensor, allowed: Tensor | None, normaliser: Tensor, scale: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """Overwrite a block of raw logits (M, B) with scale·p·(d logit / d raw)·T; scale (M, 1)."""
     d = torch.exp(_final_logits(raw, temperature, softcap) - normaliser[:, None]) * scale
     if softcap is not None:
         d = d * (1 - torch.tanh(raw.to(d.dtype) / softcap).square())
-    return (d if allowed is None else d.masked_fill(~allowed, 0)).to(raw.dtype)
+    return raw.copy_(d if allowed is None else d.masked_fill(~allowed, 0))
 
 
 @cache
@@ -83,7 +83,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     Blocks run over the vocabulary, not over terms: with the normaliser known, each block's weight gradient is one finished
     matrix product, accumulated in fp32 inside it, and no full-size fp32 buffer of the weight exists. Peak extra memory is the
-    weight's gradient, two blocks and an (M, D) fp32 accumulator. Products run in the dtype of their factors, reductions in fp32.
+    weight's gradient, one block and an (M, D) fp32 accumulator. Products run in the dtype of their factors, reductions in fp32.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class FusedLogprobs(torch.autograd.Function):
             stop = start + len(part)
             raw = hidden @ part.T
             allowed = candidates.block(start, stop) if candidates else None
-            d = _fused(_softmax_gradient, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
+            d = _fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
             inside = (ids >= start) & (ids < stop)
             d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, direct, 0).to(d.dtype))
             _add_product(grad_hidden, d, part)

@@ -66,7 +66,7 @@ class Logger:
     def __init__(self, config: Config, total_steps: int | None):
         path = Path(config.output_dir) / "metrics.jsonl"
         if path.exists():                             # an earlier run's: kept beside the new one
-            path.rename(path.with_name(f"metrics.{int(path.stat().st_mtime)}.jsonl"))
+            path.rename(path.with_name(f"metrics.{path.stat().st_mtime_ns}.jsonl"))
         self.file, self.started, self.rewards, self.wandb = path.open("w"), time.time(), [], None
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
         if config.report_to == "wandb":

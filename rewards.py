@@ -31,7 +31,7 @@ async def call_rewards(funcs: list, prompts: list, completions: list, completion
 async def _call_one(func, kwargs: dict, prompt, count: int) -> list[float]:
     name = reward_name(func)
     try:
-        values = await asyncio.to_thread(func, **kwargs) if not inspect.iscoroutinefunction(func) else func(**kwargs)
+        values = await asyncio.to_thread(_call_sync, func, kwargs) if not inspect.iscoroutinefunction(func) else func(**kwargs)
         if inspect.isawaitable(values):        # an async callable object, or a partial of an async function
             values = await values
     except Exception as error:
@@ -41,9 +41,19 @@ async def _call_one(func, kwargs: dict, prompt, count: int) -> list[float]:
         got = f"{len(values)} rewards" if hasattr(values, "__len__") else type(values).__name__
         raise ConfigError(f"reward function {name} returned {got} for {count} completions: return one number or None for each.")
     try:
-        return [math.nan if value is None else float(value) for value in values]
+        rewards = [math.nan if value is None else float(value) for value in values]
+        if any(map(math.isinf, rewards)):
+            raise ValueError
+        return rewards
     except (TypeError, ValueError):
         raise ConfigError(f"reward function {name} returned {values!r:.200}: return one number or None for each completion.") from None
+
+
+def _call_sync(func, kwargs: dict):
+    try:
+        return func(**kwargs)
+    except StopIteration as error:      # asyncio cannot carry one out of a thread: the awaiting task would never end
+        raise RuntimeError("StopIteration") from error
 
 
 def accuracy_reward(completions, solution, **columns):
@@ -55,7 +65,7 @@ def accuracy_reward(completions, solution, **columns):
     rewards = []
     for completion, gold_text in zip(completions, solution):
         # The library's own time limits use signals, which only work in a main thread; rewards run in others.
-        text = str(gold_text or "")
+        text = "" if gold_text is None else str(gold_text)
         gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
         if not text.strip() or not gold:
             rewards.append(None)

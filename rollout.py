@@ -89,8 +89,9 @@ class AsyncRolloutLoop:
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
         self.metrics = Window()
         self.url = config.vllm_server_base_url.rstrip("/")
-        self.seeds = itertools.count((config.seed << 40) + start_group * config.num_generations)
+        self.seeds = itertools.count((config.seed % 2**23 << 40) + start_group * config.num_generations)
         self.slots = asyncio.Semaphore(config.max_concurrent_rollouts)
+        self.generating = 0              # rollouts of groups not yet generated to the end
         self.running = 0                 # rollouts in flight
         self.reserved_groups = 0         # groups started and not yet scored
         self.submitted = 0               # tokens put into the sample queue
@@ -172,18 +173,20 @@ class AsyncRolloutLoop:
         seed = self.config.seed if self.config.data_seed is None else self.config.data_seed
         admitted, groups = 0, set()
         for group_id, row_index, epoch in prompt_order(len(self.dataset), seed, self.start_group):
-            if group_id >= total:
-                break
-            if group_id % len(self.dataset) == 0 and group_id > self.start_group:
+            if group_id % len(self.dataset) == 0 and group_id >= self.start_group + len(self.dataset):
                 if admitted == 0:
                     raise ConfigError(f"filter_prompt rejected every prompt of epoch {epoch - 1}: no batch can reach the trainer; loosen it.")
+            if group_id % len(self.dataset) == 0:
                 admitted = 0
+            if group_id >= total:
+                break
             row = self.dataset[row_index]
             if not self.filter_prompt(row_index, row, epoch):
                 continue
             admitted += 1
             await self._wait_for_allowance()
             self.reserved_groups += 1
+            self.generating += self.config.num_generations
             group = tasks.create_task(self._generate_group(group_id, row_index, row))
             groups.add(group)
             group.add_done_callback(groups.discard)
@@ -198,7 +201,7 @@ class AsyncRolloutLoop:
             self.metrics.add("rollout/backpressure_s", waited)
 
     def _may_start(self) -> bool:
-        if self.running >= self.config.max_concurrent_rollouts:
+        if self.generating >= self.config.max_concurrent_rollouts:
             return False
         queued = self.submitted - self.shared.consumed.value
         if self.reserved_groups == 0 and queued == 0:
@@ -222,6 +225,7 @@ class AsyncRolloutLoop:
                 raise ConfigError(f"{self.url}/inference/v1/generate returned no usable log-prob for any token of a rollout (prompt {row_index}): "
                                   "the server's logits are broken; check its dtype and weights.")
             sequences.append(samples)
+        self.generating -= config.num_generations
         self._record_rollouts(rollouts, sequences)
         group = RolloutGroup(prompts, columns, [r.completion for r in rollouts], [r.completion_ids for r in rollouts], sequences,
                              version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
@@ -299,7 +303,7 @@ class AsyncRolloutLoop:
         weights = [len(samples) for samples in group.completions_sequences]         # of the trained samples
         for reward, weight in zip(group.rewards, weights):
             self.metrics.add("reward_kept", reward, weight)
-        self.metrics.add("reward_group_std", scored.std(), sum(weights))
+        self.metrics.add("reward_group_std", group.rewards[scorable(group)].std(), sum(weights))
         for func, values in zip(self.config.reward_functions, by_func):
             if not np.isnan(values).all():
                 self.metrics.add(f"rewards/{reward_name(func)}/group_std", np.nanstd(values), sum(weights))
@@ -316,7 +320,7 @@ class AsyncRolloutLoop:
 
     async def _post(self, path: str, body: dict) -> dict:
         """The server's JSON reply. Retries connection errors, time-outs, 429 and 5xx for RETRY_SECONDS; another 4xx fails at once."""
-        deadline, delay = time.monotonic() + RETRY_SECONDS, 0.25
+        deadline, delay = math.inf, 0.25
         while True:
             try:
                 async with self.session.post(self.url + path, json=body) as response:
@@ -327,6 +331,7 @@ class AsyncRolloutLoop:
                         raise ConfigError(f"the vLLM server at {self.url} refused a request ({problem})")
             except (aiohttp.ClientError, asyncio.TimeoutError, json.JSONDecodeError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            deadline = min(deadline, time.monotonic() + RETRY_SECONDS)     # from the first failure: a reply itself may take longer
             if time.monotonic() + delay > deadline:
                 raise ConfigError(f"the vLLM server at {self.url} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
             self.metrics.add("rollout/vllm_retry_count", 1)

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     """(argv, environment variables to add) of the server."""
     url = urlparse(config.vllm_server_base_url)
     on_cpu = device_type(config) == "cpu"
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else ["vllm", "serve", config.model]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else [*vllm_cli(), "serve", config.model]
     argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", server_dtype(config),
              "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
              "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
@@ -154,6 +155,10 @@ def check_server(config: Config) -> int:
     if model["max_logprobs"] <= config.num_sampler_logprobs:
         raise ConfigError(f"the server at {url} has max_logprobs {model['max_logprobs']}, num_sampler_logprobs={config.num_sampler_logprobs} needs one more: {restart}")
     return entry["max_model_len"]
+
+
+def vllm_cli() -> list[str]:
+    return ["vllm"] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def vllm_has_flag(name: str) -> bool:

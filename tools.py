@@ -72,7 +72,7 @@ def _top_arrays(tops: list[dict[int, float]], top_k: int) -> tuple[np.ndarray, n
     ids = np.full((len(tops), top_k), -1, np.int32)
     values = np.full((len(tops), top_k), -np.inf, np.float32)
     for t, top in enumerate(tops):
-        best = sorted(((v, i) for i, v in top.items() if v is not None), reverse=True)[:top_k]
+        best = sorted(((v, i) for i, v in top.items() if v is not None and not np.isnan(v)), reverse=True)[:top_k]
         if best:
             values[t, :len(best)], ids[t, :len(best)] = zip(*best)
     return ids, values

@@ -12,10 +12,10 @@ from config import Config, ConfigError, load_config
 OWN = dict(
     model_init_kwargs=None, dtype="float32", trust_remote_code=False, router_aux_loss_coef=None, num_generations=8,
     max_completion_length=2048, temperature=1.0, top_p=1.0, top_k=0, min_p=None, chat_template_kwargs=None,
-    max_tool_calling_iterations=None, vllm_server_base_url="http://localhost:8000", vllm_server_timeout=1800.0, epsilon=0.2, epsilon_high=None, score_centering=True,
-    vllm_importance_sampling_clip_min=0.5, vllm_importance_sampling_clip_max=5.0, num_sampler_logprobs=8, token_budget=None,
-    max_concurrent_rollouts=512, max_staleness=4, weight_sync_steps=1, rollout_worker_timeout=300.0, log_completions=False,
-    num_completions_to_print=None)
+    max_tool_calling_iterations=None, vllm_server_base_url="http://localhost:8000", vllm_server_timeout=1800.0, epsilon=0.2,
+    epsilon_high=None, score_centering=True, vllm_importance_sampling_clip_min=0.5, vllm_importance_sampling_clip_max=5.0,
+    num_sampler_logprobs=8, token_budget=None, max_concurrent_rollouts=512, max_staleness=4, weight_sync_steps=1,
+    rollout_worker_timeout=300.0, log_completions=False, num_completions_to_print=None)
 INHERITED = dict(
     output_dir=None, num_train_epochs=3.0, max_steps=-1, learning_rate=1e-06, lr_scheduler_type="constant", lr_scheduler_kwargs=None,
     warmup_steps=0, optim="adamw_torch_fused", weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08,
@@ -82,7 +82,7 @@ def test_a_bad_override_is_one_sentence(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("name, text, words", [
-    (None, None, "missing.py is not a file"), ("empty.py", "x = 1", "must bind `config = Config("), ("dict.py", "config = {}", "must bind"),
+    (None, None, "missing.py is not a"), ("empty.py", "x = 1", "must bind `config = Config("), ("dict.py", "config = {}", "must bind"),
     ("notes.txt", FILE, "notes.txt")])
 def test_a_path_that_is_no_config_is_one_sentence(tmp_path, name, text, words):
     path = write(tmp_path, text, name) if name else str(tmp_path / "missing.py")

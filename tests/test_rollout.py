@@ -28,7 +28,8 @@ class Tokenizer:
 
 def rows(count, **columns):
     """Prompt i is the ids 1 2 10+i."""
-    return [dict({name: values[i] for name, values in columns.items()}, prompt=[dict(role="user", content=str(10 + i))]) for i in range(count)]
+    prompts = [[dict(role="user", content=str(10 + i))] for i in range(count)]
+    return [dict(zip(["prompt", *columns], row)) for row in zip(prompts, *columns.values())]
 
 
 def odd(completion_ids, **columns):
@@ -180,6 +181,34 @@ def test_recorded_candidate_sets_reach_the_samples(server):
     assert sample.candidate_ids.tolist() == [5, 6, 7, 8, 9, 10] and sample.candidate_counts.tolist() == [2, 1, 3]
 
 
+def test_a_top_token_without_a_log_prob_is_left_out_of_the_head(server):
+    def answer(body):
+        reply = by_seed(body)
+        reply["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] = -9999.0
+        return reply
+    server.answer = answer
+    sample = drive(server, rows(1), num_sampler_logprobs=2).samples[0]
+    sampled = int(sample.input_ids[3])
+    assert sample.topk_ids[0].tolist() == [sampled, sampled + 2] and sample.topk_logprobs[0].tolist() == [-0.5, -2.5]
+
+
+def test_token_ids_written_as_text_are_read_like_numbers(server):
+    def as_text(entry):                                         # servers before vLLM 0.32
+        return {name: value for name, value in entry.items() if name != "token_id"} | dict(token=f"token_id:{entry['token_id']}")
+
+    def answer(body):
+        reply = by_seed(body)
+        content = reply["logprobs"]["content"]
+        content = [as_text(entry) | dict(top_logprobs=list(map(as_text, entry["top_logprobs"]))) for entry in content]
+        return reply | dict(logprobs=dict(content=content))
+    numbers = drive(server, rows(1)).samples
+    server.answer = answer
+    texts = drive(server, rows(1)).samples
+    assert len(texts) == 4 and [s.trained_index.tolist() for s in texts] == [[3, 4, 5]] * 4
+    for number, text in zip(*(sorted(samples, key=lambda s: s.key()) for samples in (numbers, texts))):
+        assert number.topk_ids.tolist() == text.topk_ids.tolist() and number.topk_logprobs.tolist() == text.topk_logprobs.tolist()
+
+
 def test_the_log_prob_of_another_token_is_not_taken_for_the_sampled_one(server):
     def answer(body):
         reply = choice(by_seed(body)["token_ids"], [-0.5, -1.0, -1.5])
@@ -190,8 +219,9 @@ def test_the_log_prob_of_another_token_is_not_taken_for_the_sampled_one(server):
     assert [s.trained_index.tolist() for s in out.samples] == [[3, 5]] * 4 and out.metrics["sampling/invalid_logprob_count"] == 4
 
 
-def test_a_missing_log_prob_is_context_and_counted(server):
-    server.answer = lambda body: choice(by_seed(body)["token_ids"], [-0.5, None, -1.5])
+@pytest.mark.parametrize("missing", [None, -9999.0], ids=["null", "vllm_floor"])
+def test_a_missing_log_prob_is_context_and_counted(server, missing):
+    server.answer = lambda body: choice(by_seed(body)["token_ids"], [-0.5, missing, -1.5])
     out = drive(server, rows(2))
     assert all(s.trained_index.tolist() == [3, 5] and s.sampler_logprobs.tolist() == [-0.5, -1.5] for s in out.samples)
     assert len(out.samples) == 8 and out.metrics["sampling/invalid_logprob_count"] == 8
