@@ -138,12 +138,11 @@ def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, topk_ids: Te
                    softcap: float | None = None, candidates: Candidates | None = None, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets (M,) and of the sampler's top tokens (M, K), with gradient, and the entropy (M,), without.
 
-    hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where the sampler reported fewer (log-prob -inf).
-    Never holds more than `block` columns of the (M, V) logits.
+    hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where absent (log-prob -inf). Holds `block` columns of logits.
     """
     ids = torch.cat([targets[:, None], topk_ids], dim=1)                           # (M, 1 + K)
     logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block)
-    return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy                # not views: FSDP hooks the outputs
+    return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy    # not views: FSDP hooks the outputs
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from config import Config
@@ -58,6 +59,20 @@ class Window:
     def result(self) -> dict[str, float]:
         """The window's metrics; empties it."""
         return {name: value / weight if rule(name) == "mean" else value for name, (value, weight) in self.drain().items()}
+
+
+def mark(device: torch.device):
+    """This moment: on a GPU an event in its stream, so that measuring waits for nothing."""
+    if device.type != "cuda":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start, end) -> float:
+    """Between two marks; on a GPU only once something has waited for the end."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 class Logger:

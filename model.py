@@ -32,6 +32,10 @@ class Policy(nn.Module):
         return logprobs, topk_logprobs, entropy, torch.stack(out.router_logits) if routers else None
 
 
+def device_type(config: Config) -> str:
+    return "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
+
+
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Of forward and backward, and of the server: bf16 by default where the device multiplies it fast, else the weights' dtype."""
     if config.fp16:
@@ -45,10 +49,17 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def load_tokenizer(config: Config):
     """The tokenizer of `config.model`; its chat template is required."""
     revision = (config.model_init_kwargs or {}).get("revision")
-    tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code, revision=revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(config, error) from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"{config.model} has no chat template, which conversational prompts need: use an instruction-tuned model.")
     return tokenizer
+
+
+def _not_loaded(config: Config, error: Exception) -> ConfigError:
+    return ConfigError(f"model={config.model!r} could not be loaded, give the id or the folder of a checkpoint: {str(error).splitlines()[0]}")
 
 
 def eos_token_ids(config: Config, tokenizer) -> list[int]:
@@ -69,7 +80,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     try:
         lm = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation=attention.NAME, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model={config.model!r} could not be loaded: {str(error).splitlines()[0]}") from error
+        raise _not_loaded(config, error) from error
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{config.model} has a bias in its output head, which is not supported.")
     if config.gradient_checkpointing:

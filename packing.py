@@ -76,7 +76,7 @@ def pack_row(samples: list[Sample], multiple: int = 1) -> Row:
     """Lay the trie of `samples` out depth-first and point every loss term at the position that predicts it.
 
     The row is padded to a `multiple` of tokens; padding and filler (a row without samples) see only themselves and have no
-    term: they add exactly zero. A term whose sampler log-prob is not finite is left out.
+    term: they add exactly zero. A term without a predictor or without a finite sampler log-prob is left out.
     """
     order = sorted(range(len(samples)), key=lambda i: samples[i].key())
     tokens, positions, previous, previous_path, size = [], [], np.empty(0, np.int32), np.empty(0, np.int64), 0
@@ -102,7 +102,7 @@ def pack_row(samples: list[Sample], multiple: int = 1) -> Row:
 
 def _terms(samples: list[Sample], paths: list[np.ndarray]) -> dict[str, np.ndarray | None]:
     """The row's loss terms, sample after sample in the order given."""
-    kept = [np.isfinite(s.sampler_logprobs) for s in samples]
+    kept = [np.isfinite(s.sampler_logprobs) & (s.trained_index > 0) for s in samples]   # a first token has no predictor
     width = max((s.topk_ids.shape[1] for s in samples), default=0)
 
     def join(parts, dtype, shape=(0,)):

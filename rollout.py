@@ -124,7 +124,12 @@ class AsyncRolloutLoop:
                         stop_token_ids=self.eos_token_ids, detokenize=False)
         version = self.shared.version.value
         reply = await self._post("/inference/v1/generate", dict(model=config.model, token_ids=prompt_ids, sampling_params=sampling))
-        return _parse_turn(reply, prompt_ids, version)
+        turn = _parse_turn(reply, prompt_ids, version)
+        if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned:
+            self.warned = True
+            print("warning: the server does not return the candidate sets of top_k, top_p and min_p, so log-probs are normalised over the whole "
+                  "vocabulary and every importance ratio is biased: use vLLM >= 0.28 with --return-sampling-mask (python serve.py sets it).", flush=True)
+        return turn
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """(G,) rewards standardised within the group (population std); 0 for a rollout without a reward or a trained token."""
@@ -308,7 +313,7 @@ class AsyncRolloutLoop:
             if not np.isnan(values).all():
                 self.metrics.add(f"rewards/{reward_name(func)}/group_std", np.nanstd(values), sum(weights))
 
-    generated_tokens, reported_at = 0, None
+    generated_tokens, reported_at, warned = 0, None, False
 
     def _report(self, table: list[dict]) -> None:
         now = time.monotonic()

@@ -13,6 +13,7 @@
 """
 import importlib.metadata
 import json
+import math
 import os
 import random
 import signal
@@ -36,11 +37,11 @@ from checkpoint import save_model
 from config import Config, ConfigError, load_config
 from data import load_rows
 from loss import Candidates, LossStats, Objective, load_balancing_loss, policy_loss
-from metrics import Logger, Window, print_completions
-from model import Policy, compute_dtype, load_policy, load_tokenizer, make_optimizer, shard
+from metrics import Logger, Window, mark, print_completions, seconds
+from model import Policy, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, shard
 from packing import Row, Sample, pack_row, plan_micro_batch
 from rollout import RolloutFeed
-from serve import Server, check_server, cpu_threads, device_type, wait_for_server
+from serve import Server, check_server, cpu_threads, wait_for_server
 from sync import DiskSync
 
 
@@ -48,10 +49,10 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
     window = Window()
     server = feed = logger = None
     try:
+        tokenizer = load_tokenizer(config)
         if rank == 0:
             num_prompts = len(load_rows(config.train_dataset, config.train_split))
             server = Server(config) if config.launch_server else None
-        tokenizer = load_tokenizer(config)
         policy = load_policy(config, device)
         mesh = dist.init_device_mesh(device.type, (world_size,))
         group = dist.group.WORLD if world_size > 1 else None
@@ -84,19 +85,22 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             share = scatter_step(plan, rank, world_size)
             if share is None:
                 break
-            training = time.monotonic()
-            loss, forward_s, stats = forward_backward(policy, objective, share, device, group, scaler)
-            stepping = time.monotonic()
+            training = mark(device)
+            loss, forwards, stats = forward_backward(policy, objective, share, device, group, scaler)
+            stepping = mark(device)
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or float("inf"))
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm    # the same on every rank
-            scaler.step(optimizer)
-            scaler.update()
+            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()   # the same on every rank
+            if math.isfinite(norm) or scaler.is_enabled():      # the scaler looks for itself
+                scaler.step(optimizer)
+                scaler.update()
+            elif rank == 0:
+                print(f"step {step + 1}: the gradient's norm is {norm}, so the weights stay as they are", flush=True)
             learning_rate = scheduler.get_last_lr()[0]          # the one this step used
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            stepped = time.monotonic()
+            stepped = mark(device)
             if step % config.weight_sync_steps == 0 or step == config.max_steps:
                 version += 1
                 sync.push(version, window)
@@ -105,15 +109,16 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
 
             dist.all_reduce(loss)                               # shares of one loss, hence a sum
             window.add_all(stats.reduce(objective, group))
-            window.add_all(dict(loss=loss.item(), grad_norm=norm.item(), learning_rate=learning_rate, model_version=version))
+            window.add_all(dict(loss=loss.item(), grad_norm=norm, learning_rate=learning_rate, model_version=version))
+            window.add("batch/nonfinite_gradient_count", float(not math.isfinite(norm)))
             if rank == 0:
                 num_tokens += plan.forwarded_tokens
                 prompts_seen = max(prompts_seen, plan.last_group + 1)
                 feed.shared.allowance.value = max(config.max_staleness, 1) * plan.raw_tokens
                 window.add_all(plan.metrics | {
-                    "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts, "perf/fwd_s": forward_s,
-                    "perf/fwd_bwd_s": stepping - training, "perf/optimizer_s": stepped - stepping})
-                window.add_all(speed(plan, stepping - training, time.monotonic() - started))
+                    "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts, "perf/fwd_s": sum(seconds(*marks) for marks in forwards),
+                    "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
+                window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started))
                 feed.collect_metrics()
                 if step % config.logging_steps == 0 or step == config.max_steps or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result())
@@ -139,16 +144,16 @@ class Share:
 
 
 def forward_backward(policy: Policy, objective: Objective, share: Share, device: torch.device, group=None,
-                     scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, float, LossStats]:
-    """Accumulate a step's gradient, this rank's rows one after the other -> its share of the loss, forward seconds, statistics.
+                     scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, list[tuple], LossStats]:
+    """Accumulate a step's gradient, this rank's rows one after the other -> its share of the loss, marks around each forward, statistics.
 
     A row's loss is divided by the whole micro-batch's denominator, and FSDP *sums* gradients over ranks: neither the number of
     ranks nor filler changes the gradient.
     """
-    stats, total, forward_s = LossStats(device), torch.zeros((), device=device), 0.0
+    stats, total, forwards = LossStats(device), torch.zeros((), device=device), []
     for row, denominator, tokens, aux_weight in zip(share.rows, share.denominators, share.tokens, share.aux_weights, strict=True):
         tensors, candidates = to_device(row, device)
-        started = time.monotonic()
+        started = mark(device)
         logprobs, topk_logprobs, entropy, router_logits = policy(tensors, candidates)   # (M,), (M, K), (M,), (L, N, E)
         terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
         loss = terms.sum() / denominator
@@ -156,12 +161,12 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
             aux = load_balancing_loss(router_logits[:, :row.num_tokens], policy.experts_per_token, tokens, group)
             loss = loss + policy.aux_loss_coef * aux_weight * aux
             stats.add_aux(aux, aux_weight)
-        forward_s += time.monotonic() - started
+        forwards.append((started, mark(device)))
         (scaler.scale(loss) if scaler else loss).backward()
         total += loss.detach()
         stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
                   tensors["advantages"], tensors["term_sample"], row.num_samples)
-    return total, forward_s, stats
+    return total, forwards, stats
 
 
 @dataclass

@@ -2,6 +2,7 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm
 from loss import Objective, policy_loss
 from model import Policy
 from packing import pack_row
-from train import Share, forward_backward, make_step
+from train import Share, forward_backward, make_step, speed
 
 HERE = Path(__file__).parent
 
@@ -53,6 +54,7 @@ JOBS = dict(
     step=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]], normalization="step"),
     mean=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]]),
     moe=lambda: dict(micro_batches=[[make_sample(s.input_ids, 4, group_id=i) for i, s in enumerate(close_samples(groups=8)[::4])]], model="tiny_moe"),
+    broken=lambda: dict(micro_batches=[[replace(close_samples()[0], advantage=float("nan")), *close_samples()[4:]]]),
     odd=lambda: dict(micro_batches=[close_samples(groups=2, vocab=11)], model="tiny11", update=True))
 
 
@@ -117,11 +119,35 @@ def test_ranks_split_a_moe_batch_without_changing_its_aux_gradient(results, rank
     assert_same(more["values"], one["values"], 1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_sees_a_norm_that_is_not_finite_on_one(results, ranks):
+    """One sample of one row has a NaN advantage: all ranks decide alike whether to step, and the loss is not hidden."""
+    assert np.isnan(results[ranks]["broken"]["norms"]).all() and np.isnan(results[ranks]["broken"]["loss"])
+
+
 def test_with_a_tied_head_and_a_vocabulary_that_ranks_do_not_divide_every_row_still_trains(results):
     """Vocabulary 11 on 3 ranks: after one SGD step every row of the tied embedding has moved as in a single process."""
     assert_same(results[3]["odd"]["values"], results[1]["odd"]["values"])
     before = tiny_lm(vocab=11).state_dict()["model.embed_tokens.weight"]
     assert ((results[3]["odd"]["values"]["model.embed_tokens.weight"] - before).abs().amax(1) > 0).all()
+
+
+def test_tokens_that_are_context_count_in_no_divisor_and_a_step_without_a_trained_token_is_finite():
+    """Two completions of 10 tokens, one masked out: the divisor is 10. None trained: loss and gradient are 0, not 0/0."""
+    sample = make_sample(np.arange(15) % 37, 5)
+    masked = replace(make_sample(np.arange(3, 18) % 37, 5), trained_index=np.empty(0, np.int32), sampler_logprobs=np.empty(0, np.float32),
+                     topk_ids=np.empty((0, 3), np.int32), topk_logprobs=np.empty((0, 3), np.float32))
+    plan = make_step(tiny_config(), [[[sample, masked]]], 0, 100)
+    assert plan.shares[0].denominators == [10.0] and plan.metrics["batch/masked_token_frac"] == pytest.approx(2 / 3)
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    loss, _, _ = forward_backward(policy, Objective(), make_step(tiny_config(), [[[masked]]], 0, 100).shares[0], torch.device("cpu"))
+    assert loss.item() == 0 and all(torch.equal(p.grad, torch.zeros_like(p)) for p in policy.parameters())
+
+
+def test_tokens_per_second_are_of_the_step_not_since_the_start():
+    plan = make_step(tiny_config(), [[[make_sample(np.arange(15) % 37, 5)]]], 0, 100)
+    assert speed(plan, 2.0, 5.0) == {"perf/step_s": 5.0, "perf/fwd_bwd_forwarded_tokens_per_s": 7.5, "perf/wall_clock_forwarded_tokens_per_s": 3.0,
+                                     "perf/wall_clock_trained_tokens_per_s": 2.0}
 
 
 def test_the_two_means_of_the_public_report_are_065_and_125():

@@ -90,6 +90,19 @@ def test_a_term_without_a_finite_sampler_logprob_is_left_out():
     assert pack_row([sample]).targets.tolist() == [5]
 
 
+def test_the_first_token_of_a_sample_is_never_a_target():
+    """Lengths 5, 1 and 7; the second and the third are trained from their first token on, as if they had no prompt."""
+    from dataclasses import replace
+    samples = [make_sample([1, 2, 3, 4, 5], 1), make_sample([6], 1), make_sample([7, 8, 9, 10, 11, 12, 13], 1)]
+    for i in (1, 2):
+        n = len(samples[i].input_ids)
+        samples[i] = replace(samples[i], trained_index=np.arange(n, dtype=np.int32), sampler_logprobs=np.full(n, -1.0, np.float32),
+                             topk_ids=np.zeros((n, 3), np.int32), topk_logprobs=np.zeros((n, 3), np.float32))
+    row = pack_row(samples)
+    assert row.targets.tolist() == [2, 3, 4, 5, 8, 9, 10, 11, 12, 13]
+    assert row.position_ids[row.term_index].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+
+
 def test_candidate_sets_follow_their_terms_and_samples_without_one_keep_the_vocabulary():
     from dataclasses import replace
     with_sets = replace(make_sample([1, 2, 3], 1), candidate_ids=np.array([2, 5, 3], np.int32), candidate_counts=np.array([2, 1], np.int32))

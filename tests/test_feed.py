@@ -1,0 +1,148 @@
+"""The trainer's side of the rollout process: samples arrive, its failures arrive too, and stopping leaves nothing behind."""
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import SMALL_MODEL
+from fake_server import FakeServer, by_seed, choice
+
+from config import ConfigError, load_config
+from metrics import Window
+from rollout import RolloutFeed
+
+CONFIG = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from config import Config
+def reward(completion_ids, **columns):
+    {body}
+    return [float(i % 2) for i, _ in enumerate(completion_ids)]
+config = Config(model={model!r}, reward_funcs=lambda **kw: reward(**kw), use_cpu=True, num_generations=4, max_completion_length=8,
+                num_sampler_logprobs=2, num_train_epochs=1.0, vllm_server_base_url={url!r}, output_dir="unused", {more}
+                train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range(6)])
+"""
+
+
+@pytest.fixture
+def feed(tmp_path):
+    feeds = []
+
+    def start(server, body="pass", more="", allowance=100_000, max_model_len=128):
+        path = tmp_path / "x.py"
+        path.write_text(CONFIG.format(tests=os.path.dirname(__file__), body=body, model=str(SMALL_MODEL), url=server.url, more=more))
+        feeds.append(RolloutFeed(load_config([str(path)]), [str(path)], max_model_len, Window()))
+        feeds[-1].start(0, allowance)
+        return feeds[-1]
+    yield start
+    for made in feeds:
+        made.stop()
+        assert made.process.exitcode is not None
+
+
+def test_every_prompt_of_the_epoch_arrives_once_and_then_the_samples_end(feed):
+    """Lambdas in the config file work: the process loads the file itself."""
+    with FakeServer() as server:
+        made = feed(server)
+        samples = list(made.samples())
+        assert sorted(s.group_id for s in samples) == [g for g in range(6) for _ in range(4)]
+        assert list(made.samples()) == [] and made.process.join(10) is None and made.process.exitcode == 0
+        made.collect_metrics()
+        assert made.window.result()["completions/mean_length"] == 3.0
+
+
+def of_version_zero(body):
+    return by_seed(body) | dict(weight_versions=[dict(version="0", start=0, end=3)])
+
+
+def first_failure(made, within):
+    started = time.monotonic()
+    with pytest.raises((ConfigError, RuntimeError)) as caught:
+        for _ in made.samples():
+            pass
+    assert time.monotonic() - started < within
+    return caught
+
+
+def test_a_reward_function_that_raises_reaches_the_trainer_as_a_sentence(feed):
+    with FakeServer() as server:
+        caught = first_failure(feed(server, "raise KeyError('no such answer')"), 30)
+    assert caught.type is ConfigError and "reward function <lambda> raised KeyError: 'no such answer'" in str(caught.value)
+
+
+def test_a_reward_function_of_the_wrong_length_reaches_the_trainer_as_a_sentence(feed):
+    with FakeServer() as server:
+        caught = first_failure(feed(server, "return [1.0]"), 30)
+    assert "returned 1 rewards for 4 completions" in str(caught.value)
+
+
+def test_a_hook_that_raises_reaches_the_trainer_with_its_traceback(feed):
+    more = "loop_cls=type('Broken', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: 1 / 0)),"
+    with FakeServer() as server:
+        caught = first_failure(feed(server, more=more), 30)
+    assert caught.type is RuntimeError and "ZeroDivisionError" in str(caught.value) and "filter_prompt" in str(caught.value)
+
+
+def test_a_killed_process_is_noticed_within_seconds(feed):
+    with FakeServer(delay=0.5) as server:
+        made = feed(server)
+        stream = made.samples()
+        next(stream)
+        os.kill(made.process.pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"died with exit code -9 \(killed"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - started < 5
+
+
+def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
+    more = ("loop_cls=type('Stuck', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: time.sleep(60))),"
+            "rollout_worker_timeout=8.0,")
+    with FakeServer() as server:
+        caught = first_failure(feed(server, more=more), 40)
+    assert "no sign of life" in str(caught.value)
+
+
+def test_a_slow_server_is_not_the_end_of_the_data(feed):
+    with FakeServer(delay=1.0) as server:
+        assert len(list(feed(server, more="max_concurrent_rollouts=8,").samples())) == 24
+
+
+def test_a_sample_too_old_is_dropped_and_counted_and_gives_its_tokens_back(feed):
+    with FakeServer(of_version_zero) as server:
+        made = feed(server, more="max_staleness=0,")
+        stream = made.samples()
+        next(stream)
+        made.shared.version.value = 1
+        assert list(stream) == [] and made.window.result()["sample/dropped_stale_count"] == 23
+        assert made.shared.consumed.value > 0
+
+
+def test_a_sample_given_back_is_looked_at_again_when_it_may_have_grown_too_old(feed):
+    with FakeServer(of_version_zero) as server:
+        made = feed(server, more="max_staleness=0,")
+        sample = next(made.samples())
+        made.given_back.append(sample)
+        assert next(made.samples()) is sample
+        made.given_back.append(sample)
+        made.shared.version.value = 1
+        assert sample not in list(made.samples())
+
+
+@pytest.mark.parametrize("after", ["at once", "with a full queue"])
+def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed, after):
+    """Samples of over 64 KB: a queue's feeder thread blocks on them, and joining it would wait for ever."""
+    def long_answer(body):
+        return choice([1] * 4000, asked=3) if body["sampling_params"]["seed"] % 2 else by_seed(body)
+    with FakeServer(long_answer) as server:
+        made = feed(server, max_model_len=8192)
+        if after == "with a full queue":
+            next(made.samples())
+            time.sleep(2)
+        child = psutil.Process(made.process.pid)
+        started = time.monotonic()
+        made.stop()
+        made.stop()
+        assert time.monotonic() - started < 10 and not child.is_running()

@@ -1,0 +1,111 @@
+"""The server command follows the config, and a server that does not is refused with one sentence."""
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import ROOT, tiny_config
+
+from config import ConfigError
+from serve import Server, check_server, cpu_threads, server_command, wait_for_server
+
+
+def flags(config):
+    argv, environment = server_command(config)
+    return {key: value for key, value in zip(argv, [*argv[1:], ""]) if key.startswith("--")}, argv, environment
+
+
+def test_every_flag_that_could_disagree_with_the_trainer_comes_from_the_config():
+    config = tiny_config(model="m", vllm_server_base_url="http://127.0.0.1:8111", vllm_max_model_length=640, num_sampler_logprobs=30, seed=7)
+    got, argv, environment = flags(config)
+    wanted = {"--model": "m", "--host": "127.0.0.1", "--port": "8111", "--dtype": "float32", "--max-model-len": "640", "--seed": "7",
+              "--logprobs-mode": "processed_logprobs", "--max-logprobs": "31", "--generation-config": "vllm"}
+    assert {key: got[key] for key in wanted} == wanted and "--enforce-eager" in argv and "--enable-scale-out" in argv
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(cpu_threads())}
+
+
+def test_the_servers_dtype_is_the_trainers_compute_dtype():
+    assert [flags(tiny_config(**changes))[0]["--dtype"] for changes in (dict(), dict(bf16=True), dict(fp16=True, bf16=None), dict(dtype="bfloat16"))] == [
+        "float32", "bfloat16", "float16", "bfloat16"]
+
+
+def test_serve_prints_the_command_it_would_run():
+    run = subprocess.run([sys.executable, "serve.py", "configs/smollm_cpu.py", "vllm_max_model_length=99", "bf16=false", "--print"],
+                         cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and run.stdout.startswith("VLLM_SERVER_DEV_MODE=1 ") and "--max-model-len 99 " in run.stdout and "--dtype float32" in run.stdout
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    model = dict(id="m", root="m", max_model_len=256)
+    served = dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)
+    missing = ()
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        body = {"/health": {}, "/v1/models": dict(data=[self.model]), "/server_info": dict(vllm_config=dict(model_config=self.served))}.get(path)
+        self.send_response(404 if body is None or path in self.missing else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def fake_vllm():
+    servers = []
+
+    def start(**changes):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (FakeVllm,), changes))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return tiny_config(model="m", vllm_max_model_length=256, vllm_server_base_url=f"http://127.0.0.1:{server.server_port}")
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+def test_a_matching_server_gives_its_length(fake_vllm):
+    assert check_server(fake_vllm()) == 256
+
+
+@pytest.mark.parametrize("changes,words", [
+    (dict(model=dict(id="other", root="other", max_model_len=256)), ("serves other", "config says m")),
+    (dict(model=dict(id="m", max_model_len=512)), ("max_model_len 512", "says 256")),
+    (dict(served=FakeVllm.served | dict(dtype="torch.bfloat16")), ("dtype torch.bfloat16", "says torch.float32")),
+    (dict(served=FakeVllm.served | dict(logprobs_mode="raw_logprobs")), ("logprobs_mode raw_logprobs", "says processed_logprobs")),
+    (dict(served=FakeVllm.served | dict(max_logprobs=8)), ("max_logprobs 8", "num_sampler_logprobs=8")),
+    (dict(missing=("/server_info",)), ("VLLM_SERVER_DEV_MODE=1",)),
+    (dict(missing=("/v1/models",)), ("not a vLLM server",)),
+])
+def test_a_server_that_serves_something_else_is_refused_with_both_values_and_what_to_run(fake_vllm, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        check_server(fake_vllm(**changes))
+    assert all(word in str(caught.value) for word in (*words, "vllm_server_base_url" if "/v1/models" in changes.get("missing", ()) else "python serve.py"))
+
+
+def test_a_server_that_never_answers_ends_the_wait_in_a_sentence(capsys):
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="no vLLM server answered at http://127.0.0.1:9 within vllm_server_timeout=1 s"):
+        wait_for_server(tiny_config(vllm_server_base_url="http://127.0.0.1:9", vllm_server_timeout=1), None)
+    assert time.monotonic() - started < 5 and "python serve.py" in capsys.readouterr().out
+
+
+def test_an_owned_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_path):
+    config = tiny_config(model=str(tmp_path / "missing"), vllm_server_base_url="http://127.0.0.1:8197", output_dir=str(tmp_path))
+    server = Server(config)
+    try:
+        with pytest.raises(ConfigError, match="the vLLM server exited with code"):
+            wait_for_server(config, server)
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):
+    from dataclasses import replace
+    with pytest.raises(ConfigError, match="something already answers"):
+        Server(replace(fake_vllm(), output_dir=str(tmp_path)))

@@ -1,0 +1,160 @@
+"""Weights to the server, in the right order, bit for bit, or an error that names the phase; and a run against a server that records."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from conftest import ROOT, SMALL_MODEL, tiny_config, tiny_lm
+from fake_server import FakeServer, by_seed
+from safetensors.torch import load_file
+
+from metrics import Window
+from model import Policy
+from sync import DiskSync, gathered_parameters
+
+
+class FakeVllm(FakeServer):
+    """The endpoints that training needs; `calls` in order, weights as they lay on disk when told to reload, `failing` paths answer 500."""
+
+    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True):
+        super().__init__(answer)
+        self.calls, self.received, self.failing, self.missing, self.keep = [], [], failing, missing, keep
+
+    async def _generate(self, request):
+        self.calls.append("generate")
+        return await super()._generate(request)
+
+    async def _control(self, request):
+        path = request.path
+        self.calls.append(path + ("?" + request.query_string if request.query_string else ""))
+        if path in self.failing or path in self.missing:
+            return web.Response(status=500 if path in self.failing else 404, text="no memory left")
+        if path == "/collective_rpc":
+            body = await request.json()
+            assert body["method"] == "reload_weights"
+            if self.keep:
+                self.received.append(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
+        if path == "/update_weight_version":
+            self.calls[-1] += f":{(await request.json())['new_version']}"
+        return web.json_response({})
+
+    async def _start(self):
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        for path in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
+            app.router.add_post(path, self._control)
+        info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)))
+        for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=str(SMALL_MODEL), root=None, max_model_len=128)]), "/server_info": info}.items():
+            async def answer(request, body=body):
+                return web.json_response(body)
+            app.router.add_get(path, answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+ORDER = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version:7", "/resume"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_server_receives_every_parameter_once_in_its_dtype_and_the_masters_keep_theirs(tmp_path, group, tied, dtype):
+    policy = Policy(tiny_lm(tied=tied), 1.0, "sdpa")
+    before = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+    with FakeVllm() as server:
+        DiskSync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), policy, dtype).push(7, Window())
+        assert server.calls == ORDER
+        received = server.received[0]
+    assert received.keys() == before.keys() and ("lm_head.weight" in received) is not tied
+    assert all(torch.equal(received[name], before[name].to(dtype)) and received[name].dtype == dtype for name in before)
+    assert all(torch.equal(p, before[name]) and p.dtype == torch.float32 for name, p in policy.lm.named_parameters())
+    assert list((tmp_path / ".weights").iterdir()) == []
+
+
+def test_names_carry_no_prefix_of_a_wrapper(group):
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    policy.lm.gradient_checkpointing_enable(dict(use_reentrant=False))
+    assert [name for name, _ in gathered_parameters(policy, torch.float32)] == [name for name, _ in tiny_lm().named_parameters()]
+
+
+@pytest.mark.parametrize("path,phase", [("/pause", "pause"), ("/collective_rpc", "reload"), ("/reset_prefix_cache", "prefix cache"), ("/resume", "resume")])
+def test_a_failing_phase_is_an_error_that_names_it_and_the_servers_words(tmp_path, group, path, phase):
+    with FakeVllm(failing=(path,)) as server:
+        sync = DiskSync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+        with pytest.raises(RuntimeError, match=rf"phase '.*{phase}'.*no memory left"):
+            sync.push(1, Window())
+        assert server.calls[-1].startswith(path), "nothing is asked of a server whose update failed, so it stays paused"
+
+
+def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, group):
+    with FakeVllm(missing=("/update_weight_version",)) as server:
+        DiskSync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32).push(7, Window())
+        assert server.calls == ORDER[:3] + ["/update_weight_version:7".split(":")[0], "/resume"]
+
+
+CONFIG = """
+from config import Config
+import rollout
+class Broken(rollout.AsyncRolloutLoop):
+    def compute_advantages(self, group):
+        return super().compute_advantages(group) * {factor}
+config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [float(i % 2) for i, _ in enumerate(completion_ids)], loop_cls=Broken,
+                train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range({prompts})], num_generations=4,
+                max_completion_length=4, num_sampler_logprobs=2, token_budget=96, bf16=False, use_cpu=True, disable_tqdm=True, max_staleness=2, {more})
+"""
+
+
+def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2"):
+    (tmp_path / "x.py").write_text(CONFIG.format(model=str(SMALL_MODEL), factor=factor, prompts=prompts, more=more))
+    done = subprocess.run([sys.executable, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if (tmp_path / "run" / "metrics.jsonl").exists() else []
+    return done, [json.loads(line) for line in lines]
+
+
+def test_nothing_is_generated_before_the_first_sync_and_each_step_ends_in_one(tmp_path):
+    with FakeVllm(keep=False) as server:
+        done, steps = run(tmp_path, server)
+        assert done.returncode == 0, done.stderr[-2000:]
+        syncs = [call for call in server.calls if call.startswith("/update_weight_version")]
+        assert syncs == [f"/update_weight_version:{version}" for version in (0, 1, 2)] and len(steps) == 2
+        assert server.calls.index("generate") > server.calls.index("/resume")
+
+
+def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path):
+    with FakeVllm(keep=False) as server:
+        done, steps = run(tmp_path, server, factor="float('nan')", 
+                          more="max_steps=2, learning_rate=1.0, vllm_importance_sampling_clip_min=0.0, vllm_importance_sampling_clip_max=1e30")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [s["batch/nonfinite_gradient_count"] for s in steps] == [1, 1] and steps[0]["loss"] is None
+    assert "the weights stay as they are" in done.stdout
+    before, after = load_file(SMALL_MODEL / "model.safetensors"), load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
+
+
+def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_path):
+    """5 prompts x 4 rollouts fit no whole number of rows: none is lost, and the run ends by itself."""
+    with FakeVllm(keep=False) as server:
+        done, steps = run(tmp_path, server, prompts=5, more="num_train_epochs=1.0")
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert server.calls.count("generate") == 20 and sum(s["batch/samples_per_step"] for s in steps) == 20
+        assert steps[-1]["epoch"] == 1.0
+
+
+def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path):
+    with FakeVllm(keep=False, failing=("/collective_rpc",)) as server:
+        done, steps = run(tmp_path, server)
+        assert done.returncode != 0 and "phase 'reload'" in done.stderr and not steps and "generate" not in server.calls
