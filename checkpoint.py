@@ -4,20 +4,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from model import Policy
-from sync import gathered_parameters
+from sync import gathered_weights, write_weights
 
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A Hugging Face folder that `from_pretrained` and vLLM load. A collective; rank 0 writes, and the folder appears whole."""
-    weights = dict(gathered_parameters(policy, dtype))
+    weights = gathered_weights(policy, dtype)
     if dist.get_rank() == 0:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial / "model.safetensors", metadata=dict(format="pt"))
+        write_weights(weights, partial)
         policy.lm.config.save_pretrained(partial)
         if policy.lm.generation_config is not None:
             policy.lm.generation_config.save_pretrained(partial)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
+             "warmup_stable_decay")     # of transformers.get_scheduler
+
 
 class ConfigError(Exception):
     """Something the user can put right: the message is one sentence that says what to change."""
@@ -113,7 +116,9 @@ class Config:
                 raise ConfigError(sentence)
 
     def _rules(self):
-        yield isinstance(self.model, str), "model is the name or folder of a checkpoint: pass a string."
+        for name, declared in typing.get_type_hints(type(self)).items():
+            value, kind = getattr(self, name), declared | int if declared is float else declared
+            yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
         yield self.model, "model is missing: set it to a Hugging Face id or a folder."
         yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
         yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
@@ -135,6 +140,7 @@ class Config:
         yield self.report_to in ("none", "wandb"), f"report_to={self.report_to!r} must be 'none' or 'wandb'."
         yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
         yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."
+        yield self.lr_scheduler_type in SCHEDULES, f"lr_scheduler_type={self.lr_scheduler_type!r} must be one of {', '.join(SCHEDULES)}."
         decays = self.lr_scheduler_type not in ("constant", "constant_with_warmup")
         yield not decays or self.max_steps > 0, f"lr_scheduler_type={self.lr_scheduler_type!r} decays over a number of steps that only max_steps can give: set it."
         warms = self.warmup_steps and self.lr_scheduler_type == "constant"

@@ -71,7 +71,7 @@ def _fused(function, *args):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b with total in fp32 for bf16 factors, rounded nowhere in between."""
+    """total += a @ b with total in fp32 for bf16 factors; on a GPU the product is not rounded before it is added."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -250,8 +250,8 @@ class LossStats:
         self.sums[SUMS.index("aux")] += share.double() * weight
         self.sums[SUMS.index("aux_weight")] += weight
 
-    def reduce(self, objective: Objective, group=None) -> dict[str, float]:
-        """The spec's loss-side metrics over all ranks; empty when the step had no trained token."""
+    def reduce(self, objective: Objective, group=None) -> tuple[dict[str, float], float]:
+        """The loss-side metrics over all ranks, and the trained tokens they are means of; ({}, 0) without one."""
         both = torch.cat([self.sums, self.maxima])
         if group is not None:
             parts = [torch.empty_like(both) for _ in range(group.size())]
@@ -261,7 +261,7 @@ class LossStats:
         total = dict(zip(SUMS, both[:, :len(SUMS)].sum(0).tolist()))
         peak = dict(zip(MAXIMA, both[:, len(SUMS):].amax(0).tolist()))
         if not (n := total.pop("terms")):
-            return {}
+            return {}, 0
         aux = {"aux_loss": total["aux"]} if total["aux_weight"] else {}
         mean = {name: value / n for name, value in total.items()}
         metrics = {
@@ -277,4 +277,4 @@ class LossStats:
             "clip_ratio/low_mean": mean["clip_low"], "clip_ratio/low_min": -peak["minus_clip_low"],
             "clip_ratio/high_mean": mean["clip_high"], "clip_ratio/high_max": peak["clip_high"],
         }
-        return metrics | aux | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {})
+        return metrics | aux | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {}), n

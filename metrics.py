@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from config import Config
 
-LATEST = ("num_tokens", "epoch", "learning_rate", "loss", "model_version")    # the value at the end of the window; never hidden when NaN
+LATEST = ("num_tokens", "epoch", "learning_rate", "model_version")     # the value at the end of the window
+NEVER_HIDDEN = ("loss", "grad_norm")                                   # a NaN of these must reach the log
 
 
 def rule(name: str) -> str:
@@ -21,7 +22,7 @@ def rule(name: str) -> str:
 
 
 class Window:
-    """Everything recorded since the last log. NaN and None never enter an aggregate, except in a latest value."""
+    """Everything recorded since the last log. NaN and None never enter an aggregate, except a loss or a gradient norm."""
 
     def __init__(self):
         self.values: dict[str, list[float]] = {}      # name -> [aggregate, weight]
@@ -29,7 +30,7 @@ class Window:
     def add(self, name: str, value: float | None, weight: float = 1.0) -> None:
         """Record `value`, for a mean measured over `weight` rollouts, samples, calls, tokens or seconds."""
         how = rule(name)
-        if value is None or (math.isnan(value) and how != "latest") or weight <= 0:
+        if value is None or (math.isnan(value) and name not in NEVER_HIDDEN) or weight <= 0:
             return
         old = self.values.get(name)
         if how == "latest" or old is None:
@@ -39,9 +40,10 @@ class Window:
         else:
             self.values[name][0] = {"sum": old[0] + value, "max": max(old[0], value), "min": min(old[0], value)}[how]
 
-    def add_all(self, values: dict[str, float], weight: float = 1.0) -> None:
+    def add_all(self, values: dict[str, float | tuple[float, float]], weight: float = 1.0) -> None:
+        """Record many; a pair is a value and its own weight."""
         for name, value in values.items():
-            self.add(name, value, weight)
+            self.add(name, *(value if isinstance(value, tuple) else (value, weight)))
 
     def add_each(self, name: str, values) -> None:
         for value in values:

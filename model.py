@@ -1,4 +1,5 @@
 """The policy: load, shard, and the forward that turns a packed row into log-probs."""
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import attention
 from config import Config, ConfigError
 from loss import Candidates, fused_logprobs
+from packing import Row, Sample, pack_row
 
 
 class Policy(nn.Module):
@@ -81,12 +83,28 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         lm = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation=attention.NAME, **options)
     except (OSError, ValueError) as error:
         raise _not_loaded(config, error) from error
-    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"{config.model} has a bias in its output head, which is not supported.")
+    refuse_unsupported(config.model, lm)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     lm.train()
-    return Policy(lm, config.temperature, attention.choose_backend(config.attention_backend, device), aux_loss_coef(config, lm)).to(device)
+    try:
+        backend = attention.choose_backend(config.attention_backend, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Policy(lm, config.temperature, backend, aux_loss_coef(config, lm)).to(device)
+
+
+def refuse_unsupported(name: str, lm: nn.Module) -> None:
+    """Raise ConfigError for an architecture whose log-probs would be wrong."""
+    text = lm.config.get_text_config()
+    strange = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise ConfigError(f"{name} has layers of kind {', '.join(sorted(strange))}, which a packed tree does not support yet.")
+    scales = [key for key in ("logits_scaling", "logit_scale", "lm_head_multiplier") if getattr(text, key, None) not in (None, 1)]
+    if scales:
+        raise ConfigError(f"{name} scales its logits ({', '.join(scales)}), which is not supported.")
+    if lm.get_output_embeddings().bias is not None:
+        raise ConfigError(f"{name} has a bias in its output head, which is not supported.")
 
 
 def aux_loss_coef(config: Config, lm: nn.Module) -> float:
@@ -97,6 +115,31 @@ def aux_loss_coef(config: Config, lm: nn.Module) -> float:
     if declared is None:
         raise ConfigError(f"router_aux_loss_coef is set, but {config.model} is not a Mixture-of-Experts model: leave it out.")
     return config.router_aux_loss_coef
+
+
+def to_device(row: Row, device: torch.device) -> tuple[dict[str, Tensor], Candidates | None]:
+    """The row's arrays as tensors, and its candidate sets in the form the head takes."""
+    tensors = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in vars(row).items() if isinstance(value, np.ndarray)}
+    if row.candidate_ids is None:
+        return tensors, None
+    counts = tensors["candidate_counts"]
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    return tensors, Candidates(rows, tensors["candidate_ids"], counts == 0)
+
+
+def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a model whose log-probs in a packed row differ from a sample's alone: some layer does not follow the tree. A collective."""
+    def sample(ids):
+        trained, n = np.arange(3, len(ids), dtype=np.int32), len(ids) - 3
+        return Sample(np.array(ids, np.int32), trained, np.zeros(n, np.float32), np.empty((n, 0), np.int32), np.empty((n, 0), np.float32), 0.0, 0, 0)
+    first, second = sample([1, 2, 3, 4, 5, 6, 7]), sample([1, 2, 3, 8, 9, 10, 11])
+    multiple = 1 if policy.backend == "sdpa" else 128
+    with torch.no_grad():
+        packed, alone = (policy(to_device(pack_row(samples, multiple), device)[0])[0] for samples in ([first, second], [second]))
+    difference = (packed[4:] - alone).abs().max().item()
+    if not difference <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.25):          # 8 bits of logits of size 20
+        raise ConfigError(f"{policy.lm.config.model_type}: a packed sample's log-probs differ by {difference:.3g} from the sample alone, so some "
+                          "layer does not follow the tree: this architecture is not supported.")
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:

@@ -4,17 +4,17 @@ Trainer and rollout process share a queue of samples, a queue of metrics, a queu
 numbers. The process loads the same config file by path, so nothing of the config is pickled.
 """
 import asyncio
+import ctypes
 import itertools
 import json
 import math
 import multiprocessing
-import queue
+import os
 import signal
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -67,7 +67,7 @@ class Shared:
 
     samples: object                      # Queue of Sample; None: no more will come
     metrics: object                      # Queue of (Window.drain(), table of completions)
-    failure: object                      # Queue of traceback texts
+    failure: object                      # Queue of (sentence for the user or None, traceback)
     version: object                      # Value: the current model version
     allowance: object                    # Value: tokens that may be queued or in progress
     consumed: object                     # Value: tokens of the samples taken from the queue so far
@@ -91,7 +91,7 @@ class AsyncRolloutLoop:
         self.url = config.vllm_server_base_url.rstrip("/")
         self.seeds = itertools.count((config.seed % 2**23 << 40) + start_group * config.num_generations)
         self.slots = asyncio.Semaphore(config.max_concurrent_rollouts)
-        self.generating = 0              # rollouts of groups not yet generated to the end
+        self.generating = 0              # rollouts started or about to be
         self.running = 0                 # rollouts in flight
         self.reserved_groups = 0         # groups started and not yet scored
         self.submitted = 0               # tokens put into the sample queue
@@ -165,6 +165,7 @@ class AsyncRolloutLoop:
                 await self.close()
         self._report([])
         self.shared.samples.put(None)
+        self.shared.heartbeat.value = math.inf       # what is left is the trainer's to read
 
     async def _beat(self) -> None:
         while True:
@@ -202,6 +203,8 @@ class AsyncRolloutLoop:
         started = time.monotonic()
         while not self._may_start():
             await asyncio.sleep(0.01)
+            if self.generating >= self.config.max_concurrent_rollouts:
+                started = time.monotonic()           # that limit is not backpressure
         if (waited := time.monotonic() - started) > 0.005 and self.finished_rollouts:
             self.metrics.add("rollout/backpressure_s", waited)
 
@@ -230,7 +233,6 @@ class AsyncRolloutLoop:
                 raise ConfigError(f"{self.url}/inference/v1/generate returned no usable log-prob for any token of a rollout (prompt {row_index}): "
                                   "the server's logits are broken; check its dtype and weights.")
             sequences.append(samples)
-        self.generating -= config.num_generations
         self._record_rollouts(rollouts, sequences)
         group = RolloutGroup(prompts, columns, [r.completion for r in rollouts], [r.completion_ids for r in rollouts], sequences,
                              version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
@@ -246,6 +248,7 @@ class AsyncRolloutLoop:
                 return await self.generate_one(prompt, [], group_id)
             finally:
                 self.running -= 1
+                self.generating -= 1
                 self.metrics.add("rollout/duration_s", time.monotonic() - started)
 
     async def _score_forever(self) -> None:
@@ -269,12 +272,12 @@ class AsyncRolloutLoop:
         advantages = np.asarray(self.compute_advantages(group), dtype=float)
         kept = has_signal(group)
         self._record_rewards(group, by_func, kept)
-        self._report([dict(prompt=group.prompts[i][-1]["content"], completion=group.completions[i][-1]["content"],
-                           reward=float(group.rewards[i]), advantage=float(advantages[i])) for i in range(len(advantages))])
+        self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
+                      for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
         if not kept:
             return
         now = time.monotonic()
-        for samples, advantage, reward in zip(group.completions_sequences, advantages, group.rewards):
+        for samples, advantage, reward in zip(group.completions_sequences, advantages, group.rewards, strict=True):
             for sample in samples:
                 self.submitted += len(sample.input_ids)
                 self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now))
@@ -380,17 +383,24 @@ def _logprob(entry: dict) -> float | None:
 def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
     """Entry point of the spawned process. A failure reaches the trainer as text; the parent's death ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)     # Ctrl-C reaches the trainer, which stops this process
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""          # the GPU is the trainer's
     try:
         asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group))
     except BaseException as error:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         shared.failure.put((str(error) if isinstance(error, ConfigError) else None, "".join(traceback.format_exception(error))))
-        shared.samples.cancel_join_thread()          # unread samples must not keep a failed process alive
+        _abandon(shared)
         sys.exit(1)
     if shared.stop.is_set():
-        shared.samples.cancel_join_thread()
-        shared.metrics.cancel_join_thread()
+        _abandon(shared)
+
+
+def _abandon(shared: Shared) -> None:
+    """What nobody will read must not keep the process alive: joining a queue's feeder waits until its pipe is read."""
+    shared.samples.cancel_join_thread()
+    shared.metrics.cancel_join_thread()
 
 
 async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
@@ -408,93 +418,3 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
             return
         await asyncio.wait([work], timeout=0.2)
     await work
-
-
-class RolloutFeed:
-    """The trainer's side: starts the process, hands out samples, and raises what went wrong there."""
-
-    def __init__(self, config: Config, argv: list[str], max_model_len: int, window: Window, check_server=lambda: None, start_group: int = 0):
-        self.config, self.window, self.check_server = config, window, check_server
-        self.shared = Shared.create()
-        self.table: list[dict] = []      # the last scored group's completions
-        self.given_back: list[Sample] = []
-        self.wait_s = 0.0                # spent waiting for an empty queue since last read
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=rollout_process, args=(argv, max_model_len, self.shared, start_group), daemon=True, name="rollout")
-
-    def start(self, version: int, allowance: int) -> None:
-        self.shared.version.value, self.shared.allowance.value = version, allowance
-        self.shared.heartbeat.value = time.monotonic()
-        self.process.start()
-
-    @property
-    def version(self) -> int:
-        return self.shared.version.value
-
-    def samples(self) -> Iterator[Sample]:
-        """Samples young enough to train on, until the rollout process has none left."""
-        while True:
-            sample = self.given_back.pop() if self.given_back else self._take()
-            if sample is None:
-                self.given_back.append(None)
-                return
-            if self.version - sample.version > self.config.max_staleness:
-                self.window.add("sample/dropped_stale_count", 1)
-            else:
-                yield sample
-
-    def _take(self) -> Sample | None:
-        self.window.add("rollout/queue_size", self.shared.samples.qsize())
-        started = time.monotonic()
-        sample = queue.Empty
-        while sample is queue.Empty:
-            self._raise_failure()
-            try:
-                sample = self.shared.samples.get(timeout=0.25)
-            except queue.Empty:
-                continue
-        self.wait_s += time.monotonic() - started
-        if sample is not None:
-            self.shared.consumed.value += len(sample.input_ids)
-        return sample
-
-    def _raise_failure(self) -> None:
-        self.check_server()
-        silent = time.monotonic() - self.shared.heartbeat.value
-        code = self.process.exitcode                 # None: alive; 0: done, with its samples in the queue
-        if code == 0 or (code is None and silent < self.config.rollout_worker_timeout):
-            return
-        try:
-            sentence, trace = self.shared.failure.get(timeout=2)
-        except queue.Empty:
-            sentence, trace = None, ""
-        if sentence:
-            raise ConfigError(sentence)
-        if trace:
-            raise RuntimeError(f"the rollout process failed:\n{trace}")
-        if code is None:
-            raise RuntimeError(f"the rollout process has given no sign of life for {silent:.0f} s (rollout_worker_timeout): "
-                               "something blocks its event loop, such as a hook that neither awaits nor returns.")
-        raise RuntimeError(f"the rollout process died with exit code {code}" + (" (killed, often for memory)." if code == -9 else "."))
-
-    def collect_metrics(self) -> None:
-        """Move what the rollout process reported into the window."""
-        while True:
-            try:
-                values, table = self.shared.metrics.get_nowait()
-            except queue.Empty:
-                break
-            self.window.merge(values)
-            self.table = table or self.table
-        self.window.add("perf/rollout_wait_s", self.wait_s)
-        self.wait_s = 0.0
-
-    def stop(self) -> None:
-        """End the process; returns within 10 s, with nothing left behind."""
-        self.shared.stop.set()
-        if self.process.pid is None:
-            return
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(5)

@@ -27,21 +27,17 @@ RESTART = "restart it with: python serve.py <this config>"
 
 
 def cpu_threads() -> int:
-    """Without a GPU, server and trainer share the cores: half each, since two full sets of spinning threads starve both."""
-    return max((os.cpu_count() or 2) // 2, 1)
-
-
-def server_dtype(config: Config) -> str:
-    """The trainer's compute dtype, since a gap in precision biases every ratio."""
-    return str(compute_dtype(config, torch.device(device_type(config)))).removeprefix("torch.")
+    """Half of the cores: on a CPU server and trainer share them, and two full sets of spinning threads starve both."""
+    return max(os.cpu_count() // 2, 1)
 
 
 def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     """(argv, environment variables to add) of the server."""
     url, on_cpu = urlparse(config.vllm_server_base_url), device_type(config) == "cpu"
+    dtype = compute_dtype(config, torch.device(device_type(config)))       # the trainer's: a gap in precision biases every ratio
     cli = ["vllm"] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else [*cli, "serve", config.model]
-    argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", server_dtype(config),
+    argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", str(dtype).removeprefix("torch."),
              "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
              "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
     revision = (config.model_init_kwargs or {}).get("revision")
@@ -58,15 +54,13 @@ def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
 def vllm_has_flag(name: str) -> bool:
     """Whether the vLLM installed here knows an argument, looked up in its sources: importing it takes seconds."""
     spec = importlib.util.find_spec("vllm")
-    if spec is None:
-        return True                                  # printed here, run elsewhere: the newest
-    folder = Path(spec.submodule_search_locations[0])
-    return any(name in path.read_text() for path in (folder / "engine/arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")))
+    folder = Path(spec.submodule_search_locations[0] if spec else "")
+    paths = [folder / "engine/arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")] if spec else []
+    return not spec or any(name in path.read_text() for path in paths)      # not here: printed for elsewhere, the newest
 
 
 class Server:
     """A vLLM server this process owns; it dies with the process, however that dies. Its output goes to output_dir/vllm.log."""
-
     def __init__(self, config: Config):
         argv, extra = server_command(config)
         if _answers(config.vllm_server_base_url):
@@ -114,8 +108,8 @@ def wait_for_server(config: Config, server: Server | None) -> None:
             raise ConfigError(f"no vLLM server answered at {url} within vllm_server_timeout={config.vllm_server_timeout:.0f} s: "
                               "start one with python serve.py, or correct vllm_server_base_url.")
         if waited >= next_word:
-            print(f"waiting for the vLLM server at {url} ({waited:.0f} s)" + ("" if server else "; start one with: python serve.py <this config>"), flush=True)
-            next_word += 30
+            hint, next_word = "" if server else "; start one with: python serve.py <this config>", next_word + 30
+            print(f"waiting for the vLLM server at {url} ({waited:.0f} s){hint}", flush=True)
         time.sleep(0.5)
 
 
@@ -126,20 +120,20 @@ def check_server(config: Config) -> int:
     if reply.status_code != 200:
         raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {reply.status_code}): correct vllm_server_base_url.")
     served = reply.json()["data"]
-    entry = next((model for model in served if config.model in (model["id"], model.get("root"))), None)
-    if entry is None:
+    ours = [model for model in served if config.model in (model["id"], model.get("root"))]
+    if not ours:
         raise ConfigError(f"the server at {url} serves {', '.join(m['id'] for m in served)}, the config says {config.model}: {RESTART}")
     info = requests.get(f"{url}/server_info", params=dict(config_format="json"), timeout=60)
     if info.status_code != 200:
         raise ConfigError(f"the server at {url} does not offer /server_info, so its weights cannot be updated either: set VLLM_SERVER_DEV_MODE=1 and {RESTART}")
-    found = info.json()["vllm_config"]["model_config"] | dict(max_model_len=entry["max_model_len"])
-    wanted = dict(max_model_len=config.vllm_max_model_length or entry["max_model_len"], dtype=f"torch.{server_dtype(config)}", logprobs_mode="processed_logprobs")
+    found = info.json()["vllm_config"]["model_config"] | dict(max_model_len=ours[0]["max_model_len"])
+    wanted = dict(max_model_len=config.vllm_max_model_length or found["max_model_len"], dtype=compute_dtype(config, torch.device(device_type(config))), logprobs_mode="processed_logprobs")
     if different := [name for name, value in wanted.items() if str(found[name]) != str(value)]:
         says = ", ".join(f"{name} {found[name]}, the config says {wanted[name]}" for name in different)
         raise ConfigError(f"the server at {url} has {says}: {RESTART}")
     if found["max_logprobs"] <= config.num_sampler_logprobs:
         raise ConfigError(f"the server at {url} has max_logprobs {found['max_logprobs']}, num_sampler_logprobs={config.num_sampler_logprobs} needs one more: {RESTART}")
-    return entry["max_model_len"]
+    return found["max_model_len"]
 
 
 def main(argv: list[str]) -> None:

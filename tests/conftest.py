@@ -61,7 +61,7 @@ def tiny_moe(seed=0):
 
 
 def tensors_of(row):
-    from train import to_device
+    from model import to_device
     return to_device(row, torch.device("cpu"))
 
 

@@ -36,12 +36,12 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9).full_tensor().reshape(1)
     norms = [torch.empty(1) for _ in range(world)]
     dist.all_gather(norms, norm)
-    metrics = stats.reduce(Objective(), group)
+    metrics, terms = stats.reduce(Objective(), group)
     dist.all_reduce(loss)
     if update:
         torch.optim.SGD(policy.parameters(), lr=1.0).step()
     values = {name: (p if update else p.grad).full_tensor().detach().clone() for name, p in policy.lm.named_parameters()}
-    return dict(values=values, loss=loss.item(), norms=[n.item() for n in norms], metrics=metrics,
+    return dict(values=values, terms=terms, loss=loss.item(), norms=[n.item() for n in norms], metrics=metrics,
                 trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
 
 

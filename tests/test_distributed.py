@@ -11,6 +11,7 @@ import torch
 from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
 
 from loss import Objective, policy_loss
+from metrics import Window
 from model import Policy
 from packing import pack_row
 from train import Share, forward_backward, make_step, speed
@@ -82,7 +83,7 @@ def test_any_number_of_ranks_gives_the_gradient_of_separate_forwards(results, ra
     assert_same(got["values"], wanted)
     full = torch.cat([g.flatten() for g in wanted.values()]).norm().item()
     assert got["norms"] == pytest.approx([full] * ranks, rel=1e-5)
-    assert got["trained"] == sum(len(s.trained_index) for s in samples) and got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert got["terms"] == got["trained"] == sum(len(s.trained_index) for s in samples) and got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     for name, value in alone["metrics"].items():
         assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
@@ -138,7 +139,7 @@ def test_tokens_that_are_context_count_in_no_divisor_and_a_step_without_a_traine
     masked = replace(make_sample(np.arange(3, 18) % 37, 5), trained_index=np.empty(0, np.int32), sampler_logprobs=np.empty(0, np.float32),
                      topk_ids=np.empty((0, 3), np.int32), topk_logprobs=np.empty((0, 3), np.float32))
     plan = make_step(tiny_config(), [[[sample, masked]]], 0, 100)
-    assert plan.shares[0].denominators == [10.0] and plan.metrics["batch/masked_token_frac"] == pytest.approx(2 / 3)
+    assert plan.shares[0].denominators == [10.0] and plan.metrics["batch/masked_token_frac"] == (pytest.approx(2 / 3), 30)
     policy = Policy(tiny_lm(), 1.0, "sdpa")
     loss, _, _ = forward_backward(policy, Objective(), make_step(tiny_config(), [[[masked]]], 0, 100).shares[0], torch.device("cpu"))
     assert loss.item() == 0 and all(torch.equal(p.grad, torch.zeros_like(p)) for p in policy.parameters())
@@ -146,8 +147,20 @@ def test_tokens_that_are_context_count_in_no_divisor_and_a_step_without_a_traine
 
 def test_tokens_per_second_are_of_the_step_not_since_the_start():
     plan = make_step(tiny_config(), [[[make_sample(np.arange(15) % 37, 5)]]], 0, 100)
-    assert speed(plan, 2.0, 5.0) == {"perf/step_s": 5.0, "perf/fwd_bwd_forwarded_tokens_per_s": 7.5, "perf/wall_clock_forwarded_tokens_per_s": 3.0,
-                                     "perf/wall_clock_trained_tokens_per_s": 2.0}
+    assert speed(plan, 2.0, 5.0) == {"perf/step_s": 5.0, "perf/fwd_bwd_forwarded_tokens_per_s": (7.5, 2.0), "perf/wall_clock_forwarded_tokens_per_s": (3.0, 5.0),
+                                     "perf/wall_clock_trained_tokens_per_s": (2.0, 5.0)}
+    window = Window()
+    for training_s in (1.0, 9.0):
+        window.add_all(speed(plan, training_s, training_s))
+    assert window.result()["perf/fwd_bwd_forwarded_tokens_per_s"] == pytest.approx(2 * 15 / 10)
+
+
+def test_a_windows_means_are_over_samples_not_over_steps():
+    """Age 0 over 1 sample, then age 1 over 3: 0.75."""
+    window = Window()
+    for version, count in ((0, 1), (1, 3)):
+        window.add_all(make_step(tiny_config(), [[[make_sample([1, 2, 3, 4 + i], 3) for i in range(count)]]], version, 100).metrics)
+    assert window.result()["sample/staleness_mean"] == 0.75
 
 
 def test_the_two_means_of_the_public_report_are_065_and_125():

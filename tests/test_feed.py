@@ -9,8 +9,8 @@ from conftest import SMALL_MODEL
 from fake_server import FakeServer, by_seed, choice
 
 from config import ConfigError, load_config
+from feed import RolloutFeed
 from metrics import Window
-from rollout import RolloutFeed
 
 CONFIG = """
 import sys, time

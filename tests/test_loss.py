@@ -164,7 +164,7 @@ def test_a_broken_log_ratio_contributes_exactly_zero_and_is_counted(bad, score_c
         stats = LossStats(torch.device("cpu"))
         lp, _, entropy = fused_logprobs(p["hidden"], p["weight"], p["targets"], p["top_ids"])
         stats.add(objective, lp, entropy, p["sampler"], p["top"], p["advantages"], torch.zeros(M, dtype=torch.int64), 1)
-        assert stats.reduce(objective)["sampling/masked_mean"] >= 1 / M
+        assert stats.reduce(objective)[0]["sampling/masked_mean"] >= 1 / M
 
 
 @pytest.mark.parametrize("softcap", [None, 2.5])
@@ -267,7 +267,8 @@ def test_loss_statistics_are_sums_over_counts_with_extremes_per_completion():
     stats, objective = LossStats(torch.device("cpu")), Objective()
     stats.add(objective, sampler + ratios.log(), torch.tensor([1.0, 2, 3, 4]), sampler, torch.log(torch.tensor([[0.5, 0.2]] * 4)),
               torch.tensor([1.0, 1, -1, -1]), torch.tensor([0, 0, 1, 1]), 2)
-    got = stats.reduce(objective)
+    got, terms = stats.reduce(objective)
+    assert terms == 4
     wanted = {"sampling/importance_sampling_ratio/mean": 1.0, "sampling/importance_sampling_ratio/min": 0.4, "sampling/importance_sampling_ratio/max": 2.0,
               "sampling/masked_mean": 0.25, "sampling/sampler_mass": 0.7, "entropy": 2.5, "clip_ratio/low_mean": 0.5, "clip_ratio/high_mean": 0.25,
               "clip_ratio/region_mean": 0.75, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.5,
@@ -275,7 +276,7 @@ def test_loss_statistics_are_sums_over_counts_with_extremes_per_completion():
               "sampling/mismatch_kl": sum(r - 1 - np.log(r) for r in (2, 1, 0.6, 0.4)) / 4}
     for name, value in wanted.items():
         assert got[name] == pytest.approx(value, rel=1e-6), name
-    assert "sampling/sampler_mass" not in stats.reduce(Objective(score_centering=False))
+    assert "sampling/sampler_mass" not in stats.reduce(Objective(score_centering=False))[0]
 
 
 def test_statistics_of_rows_merge_as_one_row():
@@ -286,11 +287,11 @@ def test_statistics_of_rows_merge_as_one_row():
     whole.add(Objective(), *args, sample, 3)
     parts.add(Objective(), *(a[:2] for a in args), sample[:2], 1)
     parts.add(Objective(), *(a[2:] for a in args), sample[2:] - 1, 2)
-    for (name, a), b in zip(whole.reduce(Objective()).items(), parts.reduce(Objective()).values()):
+    for (name, a), b in zip(whole.reduce(Objective())[0].items(), parts.reduce(Objective())[0].values()):
         assert a == pytest.approx(b, rel=1e-6), name
 
 
 def test_metrics_stay_finite_for_a_masked_ratio_that_overflows():
     stats = LossStats(torch.device("cpu"))
     stats.add(Objective(), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([-500.0]), torch.tensor([[-1.0]]), torch.tensor([1.0]), torch.tensor([0]), 1)
-    assert all(np.isfinite(v) for v in stats.reduce(Objective()).values())
+    assert all(np.isfinite(v) for v in stats.reduce(Objective())[0].values())

@@ -17,7 +17,7 @@ from metrics import Logger, Window, rule
     ("clip_ratio/low_min", "min"), ("clip_ratio/low_mean", "mean"), ("reward", "mean"), ("reward_kept", "mean"), ("entropy", "mean"),
     ("rewards/max_count_reward/mean", "mean"), ("rewards/count_words/group_std", "mean"), ("frac_reward_zero_std", "mean"),
     ("perf/wall_clock_trained_tokens_per_s", "mean"), ("rollout/concurrency", "mean"), ("completions/mean_length", "mean"),
-    ("num_tokens", "latest"), ("epoch", "latest"), ("loss", "latest"), ("learning_rate", "latest"), ("model_version", "latest")])
+    ("num_tokens", "latest"), ("epoch", "latest"), ("loss", "mean"), ("learning_rate", "latest"), ("model_version", "latest")])
 def test_the_name_says_how_a_window_aggregates(name, how):
     assert rule(name) == how
 
@@ -66,7 +66,9 @@ def test_a_key_that_appears_late_is_averaged_over_its_own_measurements():
 
 def test_a_nan_loss_is_not_hidden():
     assert math.isnan(window_of(("loss", 0.5), ("loss", math.nan)).result()["loss"])
-    assert window_of(("loss", math.nan), ("loss", 0.5)).result() == {"loss": 0.5}
+    assert math.isnan(window_of(("loss", math.nan), ("loss", 0.5)).result()["loss"])
+    assert math.isnan(window_of(("grad_norm", math.nan), ("grad_norm", 0.5)).result()["grad_norm"])
+    assert window_of(("loss", 0.25), ("loss", 0.75)).result() == {"loss": 0.5}
 
 
 def test_a_window_is_empty_after_its_result():
@@ -76,7 +78,7 @@ def test_a_window_is_empty_after_its_result():
     assert window.result() == {"completions/max_length": 2.0}
 
 
-names = st.sampled_from(["reward", "x/call_count", "x/length_max", "x/length_min", "loss"])
+names = st.sampled_from(["reward", "x/call_count", "x/length_max", "x/length_min", "epoch"])
 records = st.lists(st.tuples(names, st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.none()), st.floats(0.1, 100)))
 
 
@@ -89,10 +91,10 @@ def test_merging_windows_equals_recording_everything_in_one_and_the_sums_by_hand
         for record in part:
             merged.add(*record)
     by_hand = {"reward": lambda vs, ws: sum(v * w for v, w in zip(vs, ws)) / sum(ws), "x/call_count": lambda vs, ws: sum(vs),
-               "x/length_max": lambda vs, ws: max(vs), "x/length_min": lambda vs, ws: min(vs), "loss": lambda vs, ws: vs[-1]}
+               "x/length_max": lambda vs, ws: max(vs), "x/length_min": lambda vs, ws: min(vs), "epoch": lambda vs, ws: vs[-1]}
     expected = {}
     for name, reference in by_hand.items():
-        valid = [(v, w) for part in parts for n, v, w in part if n == name and v is not None and (name == "loss" or not math.isnan(v))]
+        valid = [(v, w) for part in parts for n, v, w in part if n == name and v is not None and not math.isnan(v)]
         if valid:
             expected[name] = pytest.approx(reference(*zip(*valid)), rel=1e-9, abs=1e-6, nan_ok=True)
     assert direct.result() == expected and merged.result() == expected

@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
 
-from loss import Objective, load_balancing_loss
-from model import Policy, aux_loss_coef
+import attention
 from config import ConfigError
+from loss import Objective, load_balancing_loss
+from model import Policy, aux_loss_coef, check_packing, refuse_unsupported
 from packing import pack_row
 
 
@@ -84,6 +85,30 @@ def test_top_tokens_and_entropy_come_from_the_position_that_predicts_the_target(
     assert (entropy + (full.exp() * full).sum(-1)).abs().max() < 1e-5
 
 
+def test_a_model_whose_layers_do_not_follow_the_tree_is_refused():
+    """A Qwen3.5 hybrid's recurrent layers run across sibling branches: named when loaded, and found by the check of any model."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    attention.register()
+    config = Qwen3_5TextConfig(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                               linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, initializer_range=0.5)
+    config._attn_implementation = attention.NAME
+    lm = Qwen3_5ForCausalLM(config)
+    with pytest.raises(ConfigError, match="linear_attention, which a packed tree does not support"):
+        refuse_unsupported("m", lm)
+    with pytest.raises(ConfigError, match="some layer does not follow the tree"):
+        check_packing(Policy(lm, 1.0, "sdpa"), torch.device("cpu"), torch.float32)
+    check_packing(Policy(tiny_lm(), 1.0, "sdpa"), torch.device("cpu"), torch.float32)
+    check_packing(Policy(tiny_moe(), 1.0, "sdpa"), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name,value", [("logit_scale", 0.25), ("logits_scaling", 8.0)])
+def test_a_model_that_scales_its_logits_is_refused(name, value):
+    lm = tiny_lm()
+    setattr(lm.config, name, value)
+    with pytest.raises(ConfigError, match=name):
+        refuse_unsupported("m", lm)
+
+
 # Mixture of experts
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -129,5 +154,5 @@ def test_forward_backward_adds_the_scaled_aux_loss_and_reports_it():
     for coef in (1e-9, 0.5):
         policy = Policy(tiny_moe(), 1.0, "sdpa", aux_loss_coef=coef)
         loss, _, stats = forward_backward(policy, Objective(), share, torch.device("cpu"))
-        losses[coef], aux[coef] = loss.item(), stats.reduce(Objective())["aux_loss"]
+        losses[coef], aux[coef] = loss.item(), stats.reduce(Objective())[0]["aux_loss"]
     assert losses[0.5] - losses[1e-9] == pytest.approx(0.5 * aux[0.5], rel=1e-4) and aux[0.5] == pytest.approx(aux[1e-9])

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from conftest import ROOT, SMALL_MODEL, tiny_config, tiny_lm
+from conftest import ROOT, SMALL_MODEL, tiny_config, tiny_lm, tiny_moe
 from fake_server import FakeServer, by_seed
 from safetensors.torch import load_file
 
 from metrics import Window
 from model import Policy
-from sync import DiskSync, gathered_parameters
+from sync import DiskSync, gathered_weights
 
 
 class FakeVllm(FakeServer):
@@ -66,7 +66,7 @@ def group():
     dist.destroy_process_group()
 
 
-ORDER = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version:7", "/resume"]
+ORDER = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/update_weight_version:7", "/resume"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -87,7 +87,22 @@ def test_the_server_receives_every_parameter_once_in_its_dtype_and_the_masters_k
 def test_names_carry_no_prefix_of_a_wrapper(group):
     policy = Policy(tiny_lm(), 1.0, "sdpa")
     policy.lm.gradient_checkpointing_enable(dict(use_reentrant=False))
-    assert [name for name, _ in gathered_parameters(policy, torch.float32)] == [name for name, _ in tiny_lm().named_parameters()]
+    assert list(gathered_weights(policy, torch.float32)) == [name for name, _ in tiny_lm().named_parameters()]
+
+
+def test_experts_go_out_under_the_names_of_the_checkpoint(tmp_path, group):
+    """transformers fuses experts in memory; what is sent is what `save_pretrained` writes."""
+    policy = Policy(tiny_moe(), 1.0, "sdpa")
+    policy.lm.save_pretrained(tmp_path)
+    saved, sent = load_file(tmp_path / "model.safetensors"), gathered_weights(policy, torch.float32)
+    assert sent.keys() == saved.keys() and all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+def test_a_persistent_buffer_is_sent_as_it_is_and_a_derived_one_is_not(group):
+    lm = tiny_lm()
+    lm.model.register_buffer("bias_of_a_router", torch.tensor([1.5, 2.5]))
+    sent = gathered_weights(Policy(lm, 1.0, "sdpa"), torch.bfloat16)
+    assert torch.equal(sent["model.bias_of_a_router"], torch.tensor([1.5, 2.5])) and not any("inv_freq" in name for name in sent)
 
 
 @pytest.mark.parametrize("path,phase", [("/pause", "pause"), ("/collective_rpc", "reload"), ("/reset_prefix_cache", "prefix cache"), ("/resume", "resume")])
@@ -111,9 +126,9 @@ import rollout
 class Broken(rollout.AsyncRolloutLoop):
     def compute_advantages(self, group):
         return super().compute_advantages(group) * {factor}
-config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [float(i % 2) for i, _ in enumerate(completion_ids)], loop_cls=Broken,
+config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [float(ids[0] % 2) for ids in completion_ids], loop_cls=Broken,
                 train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range({prompts})], num_generations=4,
-                max_completion_length=4, num_sampler_logprobs=2, token_budget=96, bf16=False, use_cpu=True, disable_tqdm=True, max_staleness=2, {more})
+                max_completion_length=4, num_sampler_logprobs=2, bf16=False, use_cpu=True, disable_tqdm=True, max_staleness=2, **(dict(token_budget=96) | dict({more})))
 """
 
 
@@ -152,6 +167,18 @@ def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_pa
         assert done.returncode == 0, done.stderr[-2000:]
         assert server.calls.count("generate") == 20 and sum(s["batch/samples_per_step"] for s in steps) == 20
         assert steps[-1]["epoch"] == 1.0
+
+
+def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path):
+    with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False) as server:
+        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0")
+    assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
+
+
+def test_a_budget_below_the_prompt_is_a_sentence(tmp_path):
+    with FakeVllm(keep=False) as server:
+        done, _ = run(tmp_path, server, more="max_steps=2, token_budget=16")
+    assert done.returncode == 2 and "leaves no room in token_budget=16" in done.stderr
 
 
 def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path):
