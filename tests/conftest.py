@@ -69,3 +69,13 @@ def tensors_of(row):
 def small_model():
     assert SMALL_MODEL.is_dir(), f"fetch the small model first: make {SMALL_MODEL.relative_to(ROOT)}"
     return str(SMALL_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory, small_model):
+    """A random one-layer Llama with the small model's tokenizer: loads and saves in no time."""
+    from transformers import AutoTokenizer
+    folder = tmp_path_factory.mktemp("tiny")
+    AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
+    tiny_lm(vocab=49152, num_hidden_layers=1, hidden_size=16).save_pretrained(folder)
+    return str(folder)

@@ -12,6 +12,8 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
+from serve import _answers
+
 COMMON = ["configs/smollm_cpu.py", "disable_tqdm=true", "max_completion_length=8", "token_budget=96", "max_concurrent_rollouts=16"]
 
 
@@ -33,9 +35,28 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_steps_train_the_real_model_against_real_vllm(tmp_path, small_model):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, small_model):
+    """The port of a server as `serve.py` runs it, in fp32, shared by the tests that do not kill it."""
+    log = (tmp_path_factory.mktemp("server") / "log").open("w+")
+    process = subprocess.Popen([sys.executable, "serve.py", COMMON[0], "bf16=false", "vllm_server_base_url=http://127.0.0.1:8171"],
+                               cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 150
+    while not _answers("http://127.0.0.1:8171"):
+        log.seek(0)
+        assert process.poll() is None and time.monotonic() < deadline, log.read()[-3000:]
+        time.sleep(0.5)
+    everyone = family(process)
+    yield 8171
+    process.terminate()
+    left_over(everyone)
+    for survivor in [p for p in everyone if p.is_running()]:
+        survivor.kill()
+
+
+def test_two_steps_train_the_real_model_against_real_vllm(tmp_path, small_model, server):
     """fp32 on both sides: the server's log-probs are the trainer's, the weights move, and the saved model is the trained one."""
-    run = start(tmp_path / "run", 8171, "max_steps=2", "bf16=false", "log_completions=true", launcher=("-m", "torch.distributed.run"))
+    run = start(tmp_path / "run", server, "max_steps=2", "bf16=false", "launch_server=false", "log_completions=true", launcher=("-m", "torch.distributed.run"))
     out, _ = run.communicate(timeout=280)
     assert run.returncode == 0, out[-3000:]
     steps = metrics(tmp_path / "run")
@@ -54,30 +75,26 @@ def test_two_steps_train_the_real_model_against_real_vllm(tmp_path, small_model)
     assert "completion" in out and not list((tmp_path / "run" / ".weights").iterdir())
 
 
-def test_with_a_learning_rate_of_zero_every_sync_leaves_the_server_on_the_trainers_policy(tmp_path, small_model):
-    run = start(tmp_path / "run", 8172, "max_steps=2", "bf16=false", "learning_rate=0")
+def test_with_a_learning_rate_of_zero_every_sync_leaves_the_server_on_the_trainers_policy(tmp_path, server):
+    run = start(tmp_path / "run", server, "max_steps=2", "bf16=false", "launch_server=false", "learning_rate=0")
     out, _ = run.communicate(timeout=280)
     assert run.returncode == 0, out[-3000:]
     assert [s["model_version"] for s in metrics(tmp_path / "run")] == [1, 2]
     assert all(s["sampling/sampling_logp_difference/mean"] < 0.01 for s in metrics(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("victim,words", [("vllm", "the vLLM server exited"), ("rollout", "the rollout process died with exit code -9"), ("ctrl-c", "Ctrl-C")])
-def test_a_killed_part_or_ctrl_c_ends_the_run_within_30_seconds_with_the_cause_and_no_process_left(tmp_path, small_model, victim, words):
-    launcher = ("-m", "torch.distributed.run") if victim == "ctrl-c" else ("-u",)
-    run = start(tmp_path / "run", 8173, "max_steps=50", launcher=launcher)
+def wait_for_a_step(run, folder):
+    deadline = time.monotonic() + 200
+    while not ((folder / "metrics.jsonl").exists() and metrics(folder)):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-3000:]
+        time.sleep(0.5)
+    return family(run)
+
+
+def end_within_30_seconds(run, everyone, words):
+    """The run has just been hurt: it ends with the cause printed, a non-zero exit and no process of it left."""
+    started = time.monotonic()
     try:
-        deadline = time.monotonic() + 200
-        while not ((tmp_path / "run" / "metrics.jsonl").exists() and metrics(tmp_path / "run")):
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-3000:]
-            time.sleep(0.5)
-        everyone = family(run)
-        started = time.monotonic()
-        if victim == "ctrl-c":
-            os.killpg(run.pid, signal.SIGINT)
-        else:
-            marker = {"vllm": "vllm.entrypoints", "rollout": "multiprocessing.spawn import spawn_main"}[victim]
-            next(p for p in everyone if marker in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
         out, _ = run.communicate(timeout=60)
         assert time.monotonic() - started < 30 and run.returncode != 0 and words in out, out[-3000:]
         assert not left_over(everyone)
@@ -86,12 +103,34 @@ def test_a_killed_part_or_ctrl_c_ends_the_run_within_30_seconds_with_the_cause_a
             process.kill()
 
 
+def test_a_killed_rollout_process_ends_the_run_and_leaves_somebody_elses_server_alone(tmp_path, server):
+    run = start(tmp_path / "run", server, "max_steps=50", "bf16=false", "launch_server=false")
+    everyone = wait_for_a_step(run, tmp_path / "run")
+    next(p for p in everyone if "multiprocessing.spawn import spawn_main" in " ".join(p.cmdline())).kill()
+    end_within_30_seconds(run, everyone, "the rollout process died with exit code -9")
+    assert _answers(f"http://127.0.0.1:{server}")
+
+
+def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, small_model):
+    run = start(tmp_path / "run", 8173, "max_steps=50")
+    everyone = wait_for_a_step(run, tmp_path / "run")
+    next(p for p in everyone if "vllm.entrypoints" in " ".join(p.cmdline())).kill()
+    end_within_30_seconds(run, everyone, "the vLLM server exited")
+
+
+def test_ctrl_c_under_torchrun_stops_the_server_too(tmp_path, small_model):
+    run = start(tmp_path / "run", 8174, "max_steps=50", launcher=("-m", "torch.distributed.run"))
+    everyone = wait_for_a_step(run, tmp_path / "run")
+    os.killpg(run.pid, signal.SIGINT)
+    end_within_30_seconds(run, everyone, "Ctrl-C")
+
+
 @pytest.mark.parametrize("overrides,words", [
     (["learning_rat=1"], "did you mean 'learning_rate'?"), (["max_steps=many"], "max_steps=many: the value must be int"),
     (["train_dataset=missing.jsonl"], "train_dataset missing.jsonl is not a file"), (["model=missing"], "model='missing' could not be loaded"),
     (["launch_server=false", "vllm_server_timeout=2"], "no vLLM server answered")])
 def test_bad_input_is_one_sentence_and_a_non_zero_exit_within_30_seconds(tmp_path, small_model, overrides, words):
-    run, started = start(tmp_path / "run", 8174, *overrides), time.monotonic()
+    run, started = start(tmp_path / "run", 8175, *overrides), time.monotonic()
     out, _ = run.communicate(timeout=60)
     assert run.returncode not in (0, None) and time.monotonic() - started < 30
     assert words in out and "Traceback" not in out and not (tmp_path / "run" / "model").exists()

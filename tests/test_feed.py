@@ -1,11 +1,13 @@
 """The trainer's side of the rollout process: samples arrive, its failures arrive too, and stopping leaves nothing behind."""
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
-from conftest import SMALL_MODEL
+from conftest import ROOT, SMALL_MODEL
 from fake_server import FakeServer, by_seed, choice
 
 from config import ConfigError, load_config
@@ -97,6 +99,51 @@ def test_a_killed_process_is_noticed_within_seconds(feed):
         assert time.monotonic() - started < 5
 
 
+def long_answer(body):
+    """Samples of over 64 KB: more than a pipe holds, so writing one takes the reader's help."""
+    return choice([1 + body["sampling_params"]["seed"] % 2] * 4000, asked=3)
+
+
+def test_a_process_killed_in_the_middle_of_writing_a_sample_is_noticed_too(feed):
+    with FakeServer(long_answer) as server:
+        made = feed(server, "return [float(ids[0]) for ids in completion_ids]", max_model_len=8192)
+        deadline = time.monotonic() + 30
+        while not made.shared.samples._reader.poll(0.1):
+            assert time.monotonic() < deadline
+        time.sleep(1)
+        os.kill(made.process.pid, signal.SIGKILL)
+        first_failure(made, 5)
+
+
+def test_a_finished_process_may_wait_for_a_slow_trainer_longer_than_the_workers_timeout(feed):
+    with FakeServer(long_answer) as server:
+        made = feed(server, "return [float(ids[0]) for ids in completion_ids]", more="rollout_worker_timeout=5.0,", max_model_len=8192)
+        deadline = time.monotonic() + 60
+        while made.shared.heartbeat.value != float("inf"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(6)
+        assert len(list(made.samples())) == 24
+        made.process.join(10)
+        assert made.process.exitcode == 0
+
+
+def test_the_process_dies_with_a_trainer_that_is_killed(feed, tmp_path):
+    with FakeServer(long_answer) as server:
+        feed(server, max_model_len=8192).stop()              # writes the config
+        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom config import load_config\nfrom feed import RolloutFeed\nfrom metrics import Window\n"
+                f"import time\nif __name__ == '__main__':\n    argv = [{str(tmp_path / 'x.py')!r}]\n    made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
+                "    made.start(0, 100000)\n    print(made.process.pid, flush=True)\n    time.sleep(60)\n")
+        (tmp_path / "trainer.py").write_text(code)
+        trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)
+        child = psutil.Process(int(trainer.stdout.readline()))
+        while not server.bodies:
+            time.sleep(0.1)
+        trainer.kill()
+        trainer.wait()
+        child.wait(timeout=5)
+
+
 def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
     more = ("loop_cls=type('Stuck', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: time.sleep(60))),"
             "rollout_worker_timeout=8.0,")
@@ -133,11 +180,9 @@ def test_a_sample_given_back_is_looked_at_again_when_it_may_have_grown_too_old(f
 
 @pytest.mark.parametrize("after", ["at once", "with a full queue"])
 def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed, after):
-    """Samples of over 64 KB: a queue's feeder thread blocks on them, and joining it would wait for ever."""
-    def long_answer(body):
-        return choice([1] * 4000, asked=3) if body["sampling_params"]["seed"] % 2 else by_seed(body)
+    """A queue's feeder thread blocks on a full pipe, and joining it would wait for ever."""
     with FakeServer(long_answer) as server:
-        made = feed(server, max_model_len=8192)
+        made = feed(server, "return [float(ids[0]) for ids in completion_ids]", max_model_len=8192)
         if after == "with a full queue":
             next(made.samples())
             time.sleep(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from conftest import ROOT, SMALL_MODEL, tiny_config, tiny_lm, tiny_moe
+from conftest import ROOT, tiny_config, tiny_lm, tiny_moe
 from fake_server import FakeServer, by_seed
 from safetensors.torch import load_file
 
@@ -20,8 +20,9 @@ from sync import DiskSync, gathered_weights
 class FakeVllm(FakeServer):
     """The endpoints that training needs; `calls` in order, weights as they lay on disk when told to reload, `failing` paths answer 500."""
 
-    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True):
+    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model=""):
         super().__init__(answer)
+        self.model = model
         self.calls, self.received, self.failing, self.missing, self.keep = [], [], failing, missing, keep
 
     async def _generate(self, request):
@@ -48,7 +49,7 @@ class FakeVllm(FakeServer):
         for path in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
             app.router.add_post(path, self._control)
         info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)))
-        for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=str(SMALL_MODEL), root=None, max_model_len=128)]), "/server_info": info}.items():
+        for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=self.model, root=None, max_model_len=128)]), "/server_info": info}.items():
             async def answer(request, body=body):
                 return web.json_response(body)
             app.router.add_get(path, answer)
@@ -133,15 +134,15 @@ config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [floa
 
 
 def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2"):
-    (tmp_path / "x.py").write_text(CONFIG.format(model=str(SMALL_MODEL), factor=factor, prompts=prompts, more=more))
+    (tmp_path / "x.py").write_text(CONFIG.format(model=server.model, factor=factor, prompts=prompts, more=more))
     done = subprocess.run([sys.executable, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if (tmp_path / "run" / "metrics.jsonl").exists() else []
     return done, [json.loads(line) for line in lines]
 
 
-def test_nothing_is_generated_before_the_first_sync_and_each_step_ends_in_one(tmp_path):
-    with FakeVllm(keep=False) as server:
+def test_nothing_is_generated_before_the_first_sync_and_each_step_ends_in_one(tmp_path, tiny_folder):
+    with FakeVllm(keep=False, model=tiny_folder) as server:
         done, steps = run(tmp_path, server)
         assert done.returncode == 0, done.stderr[-2000:]
         syncs = [call for call in server.calls if call.startswith("/update_weight_version")]
@@ -149,39 +150,39 @@ def test_nothing_is_generated_before_the_first_sync_and_each_step_ends_in_one(tm
         assert server.calls.index("generate") > server.calls.index("/resume")
 
 
-def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path):
-    with FakeVllm(keep=False) as server:
+def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path, tiny_folder):
+    with FakeVllm(keep=False, model=tiny_folder) as server:
         done, steps = run(tmp_path, server, factor="float('nan')", 
                           more="max_steps=2, learning_rate=1.0, vllm_importance_sampling_clip_min=0.0, vllm_importance_sampling_clip_max=1e30")
     assert done.returncode == 0, done.stderr[-2000:]
     assert [s["batch/nonfinite_gradient_count"] for s in steps] == [1, 1] and steps[0]["loss"] is None
     assert "the weights stay as they are" in done.stdout
-    before, after = load_file(SMALL_MODEL / "model.safetensors"), load_file(tmp_path / "run" / "model" / "model.safetensors")
+    before, after = load_file(f"{tiny_folder}/model.safetensors"), load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
 
 
-def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_path):
+def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_path, tiny_folder):
     """5 prompts x 4 rollouts fit no whole number of rows: none is lost, and the run ends by itself."""
-    with FakeVllm(keep=False) as server:
+    with FakeVllm(keep=False, model=tiny_folder) as server:
         done, steps = run(tmp_path, server, prompts=5, more="num_train_epochs=1.0")
         assert done.returncode == 0, done.stderr[-2000:]
         assert server.calls.count("generate") == 20 and sum(s["batch/samples_per_step"] for s in steps) == 20
         assert steps[-1]["epoch"] == 1.0
 
 
-def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path):
-    with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False) as server:
+def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, tiny_folder):
+    with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False, model=tiny_folder) as server:
         done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0")
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
 
 
-def test_a_budget_below_the_prompt_is_a_sentence(tmp_path):
-    with FakeVllm(keep=False) as server:
+def test_a_budget_below_the_prompt_is_a_sentence(tmp_path, tiny_folder):
+    with FakeVllm(keep=False, model=tiny_folder) as server:
         done, _ = run(tmp_path, server, more="max_steps=2, token_budget=16")
     assert done.returncode == 2 and "leaves no room in token_budget=16" in done.stderr
 
 
-def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path):
-    with FakeVllm(keep=False, failing=("/collective_rpc",)) as server:
+def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path, tiny_folder):
+    with FakeVllm(keep=False, failing=("/collective_rpc",), model=tiny_folder) as server:
         done, steps = run(tmp_path, server)
         assert done.returncode != 0 and "phase 'reload'" in done.stderr and not steps and "generate" not in server.calls
