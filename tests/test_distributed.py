@@ -19,9 +19,9 @@ from train import Share, forward_backward, make_step, speed
 HERE = Path(__file__).parent
 
 
-def reference(samples, denominator, vocab=37):
+def reference(samples, denominator, tied=True):
     """One forward a sample, one process, nothing packed."""
-    policy = Policy(tiny_lm(vocab=vocab), 1.0, "sdpa")
+    policy = Policy(tiny_lm(tied=tied), 1.0, "sdpa")
     for sample in samples:
         row = tensors_of(pack_row([sample]))[0]
         logprobs, topk, _, _ = policy(row)
@@ -55,6 +55,7 @@ JOBS = dict(
     step=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]], normalization="step"),
     mean=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]]),
     moe=lambda: dict(micro_batches=[[make_sample(s.input_ids, 4, group_id=i) for i, s in enumerate(close_samples(groups=8)[::4])]], model="tiny_moe"),
+    untied=lambda: dict(micro_batches=[close_samples()], model="tiny_untied"),
     broken=lambda: dict(micro_batches=[[replace(close_samples()[0], advantage=float("nan")), *close_samples()[4:]]]),
     odd=lambda: dict(micro_batches=[close_samples(groups=2, vocab=11)], model="tiny11", update=True))
 
@@ -86,6 +87,13 @@ def test_any_number_of_ranks_gives_the_gradient_of_separate_forwards(results, ra
     assert got["terms"] == got["trained"] == sum(len(s.trained_index) for s in samples) and got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     for name, value in alone["metrics"].items():
         assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_untied_head_gets_the_gradient_of_separate_forwards_too(results, ranks):
+    got = results[ranks]["untied"]
+    assert_same(got["values"], reference(close_samples(), got["trained"], tied=False))
+    assert got["values"]["lm_head.weight"].norm() > 0
 
 
 def test_many_small_rows_give_the_gradient_of_one(results):
@@ -141,8 +149,8 @@ def test_tokens_that_are_context_count_in_no_divisor_and_a_step_without_a_traine
     plan = make_step(tiny_config(), [[[sample, masked]]], 0, 100)
     assert plan.shares[0].denominators == [10.0] and plan.metrics["batch/masked_token_frac"] == (pytest.approx(2 / 3), 30)
     policy = Policy(tiny_lm(), 1.0, "sdpa")
-    loss, _, _ = forward_backward(policy, Objective(), make_step(tiny_config(), [[[masked]]], 0, 100).shares[0], torch.device("cpu"))
-    assert loss.item() == 0 and all(torch.equal(p.grad, torch.zeros_like(p)) for p in policy.parameters())
+    _, stats = forward_backward(policy, Objective(), make_step(tiny_config(), [[[masked]]], 0, 100).shares[0], torch.device("cpu"))
+    assert stats.reduce(Objective()) == ({}, 0, 0.0) and all(torch.equal(p.grad, torch.zeros_like(p)) for p in policy.parameters())
 
 
 def test_tokens_per_second_are_of_the_step_not_since_the_start():

@@ -267,7 +267,7 @@ def test_loss_statistics_are_sums_over_counts_with_extremes_per_completion():
     stats, objective = LossStats(torch.device("cpu")), Objective()
     stats.add(objective, sampler + ratios.log(), torch.tensor([1.0, 2, 3, 4]), sampler, torch.log(torch.tensor([[0.5, 0.2]] * 4)),
               torch.tensor([1.0, 1, -1, -1]), torch.tensor([0, 0, 1, 1]), 2)
-    got, terms = stats.reduce(objective)
+    got, terms, _ = stats.reduce(objective)
     assert terms == 4
     wanted = {"sampling/importance_sampling_ratio/mean": 1.0, "sampling/importance_sampling_ratio/min": 0.4, "sampling/importance_sampling_ratio/max": 2.0,
               "sampling/masked_mean": 0.25, "sampling/sampler_mass": 0.7, "entropy": 2.5, "clip_ratio/low_mean": 0.5, "clip_ratio/high_mean": 0.25,

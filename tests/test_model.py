@@ -153,6 +153,6 @@ def test_forward_backward_adds_the_scaled_aux_loss_and_reports_it():
     losses, aux = {}, {}
     for coef in (1e-9, 0.5):
         policy = Policy(tiny_moe(), 1.0, "sdpa", aux_loss_coef=coef)
-        loss, _, stats = forward_backward(policy, Objective(), share, torch.device("cpu"))
-        losses[coef], aux[coef] = loss.item(), stats.reduce(Objective())[0]["aux_loss"]
+        metrics, _, losses[coef] = forward_backward(policy, Objective(), share, torch.device("cpu"))[1].reduce(Objective())
+        aux[coef] = metrics["aux_loss"]
     assert losses[0.5] - losses[1e-9] == pytest.approx(0.5 * aux[0.5], rel=1e-4) and aux[0.5] == pytest.approx(aux[1e-9])
