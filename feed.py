@@ -89,6 +89,7 @@ class RolloutFeed:
             self.window.merge(values)
             self.table = table or self.table
         self.window.add("perf/rollout_wait_s", self.wait_s)
+        self.window.add_all({"sample/dropped_stale_count": 0, "batch/dropped_oversize_count": 0, "rollout/vllm_retry_count": 0})   # so that none shows as 0
         self.wait_s = 0.0
 
     def stop(self) -> None:

@@ -153,8 +153,8 @@ class AsyncRolloutLoop:
         self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
         timeout = aiohttp.ClientTimeout(total=self.config.vllm_server_timeout)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.session:
-            await self.setup()
             try:
+                await self.setup()
                 async with asyncio.TaskGroup() as tasks:
                     background = [tasks.create_task(self._beat()), tasks.create_task(self._score_forever())]
                     await self._generate_all(tasks)
