@@ -145,9 +145,9 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:
     """FSDP2: one unit a decoder layer, the rest (embedding, norm, head, tied or not) in the root unit.
 
-    Gradients are *summed* over ranks, in fp32: the loss already carries the global denominator.
+    Gradients are *summed* over ranks, in fp32 (fp64 for fp64): the loss already carries the global denominator.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     for layer in policy.lm.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(policy, mesh=mesh, mp_policy=mixed)

@@ -25,7 +25,8 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny_untied=lambda: Policy(tiny_lm(tied=False), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
                 tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5))
     policy = made[model]() if model in made else load_policy(config, torch.device("cpu"))
-    shard(policy, dist.init_device_mesh("cpu", (world,)), torch.float32)
+    dtype = torch.float64 if model in made and model != "tiny_moe" else torch.float32      # torch's grouped product knows no fp64
+    shard(policy.to(dtype), dist.init_device_mesh("cpu", (world,)), dtype)
     plan = None
     if rank == 0:
         planned = [plan_micro_batch(samples, world, budget) for samples in micro_batches]
@@ -34,7 +35,7 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     group = dist.group.WORLD if world > 1 else None
     _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9).full_tensor().reshape(1)
-    norms = [torch.empty(1) for _ in range(world)]
+    norms = [torch.empty_like(norm) for _ in range(world)]
     dist.all_gather(norms, norm)
     metrics, terms, loss = stats.reduce(Objective(), group)
     if update:

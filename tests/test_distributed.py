@@ -1,4 +1,4 @@
-"""The gradient depends on the samples alone: not on ranks, rows, micro-batches, filler or padding."""
+"""The gradient depends on the samples alone, to 1e-6 in fp64 (1e-5 for the fp32 MoE): not on ranks, rows, micro-batches, filler or padding."""
 import pickle
 import subprocess
 import sys
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 def reference(samples, denominator, tied=True):
     """One forward a sample, one process, nothing packed."""
-    policy = Policy(tiny_lm(tied=tied), 1.0, "sdpa")
+    policy = Policy(tiny_lm(tied=tied), 1.0, "sdpa").double()
     for sample in samples:
         row = tensors_of(pack_row([sample]))[0]
         logprobs, topk, _, _ = policy(row)
@@ -29,10 +29,10 @@ def reference(samples, denominator, tied=True):
     return {name: p.grad for name, p in policy.lm.named_parameters()}
 
 
-def assert_same(a, b, tolerance=1e-5):
+def assert_same(a, b, tolerance=1e-6):
     assert a.keys() == b.keys()
     for name in a:
-        assert (a[name] - b[name]).norm() <= tolerance * b[name].norm() + 1e-9, name
+        assert (a[name] - b[name]).norm() <= tolerance * b[name].norm(), name
 
 
 def close_samples(seed=0, groups=3, vocab=37):
@@ -68,7 +68,7 @@ def results(tmp_path_factory):
     for ranks in (1, 2, 3):
         names = [name for name in JOBS if not (name == "tight" and ranks == 1)]      # 12 samples do not fit one row of 130 tokens
         (folder / "jobs.pkl").write_bytes(pickle.dumps([JOBS[name]() for name in names]))
-        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(29600 + ranks),
+        run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
                               str(HERE / "gradient_worker.py"), str(folder / "jobs.pkl"), str(folder / "out.pt")],
                              capture_output=True, text=True, timeout=240)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -125,7 +125,7 @@ def test_ranks_split_a_moe_batch_without_changing_its_aux_gradient(results, rank
     one, more = results[1]["moe"], results[ranks]["moe"]
     assert one["forwarded"] == more["forwarded"] and one["metrics"]["aux_loss"] > 0
     assert more["metrics"]["aux_loss"] == pytest.approx(one["metrics"]["aux_loss"], rel=1e-5)
-    assert_same(more["values"], one["values"], 1e-4)
+    assert_same(more["values"], one["values"], 1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -184,11 +184,11 @@ def test_padding_does_not_change_the_gradient(lm):
     samples, grads = close_samples(groups=1), []
     for multiple in (1, 64):
         row = pack_row(samples, multiple)
-        policy = Policy(lm(), 1.0, "sdpa", 0.5 if lm is tiny_moe else 0.0)
+        policy = Policy(lm(), 1.0, "sdpa", 0.5) if lm is tiny_moe else Policy(lm(), 1.0, "sdpa").double()
         forward_backward(policy, Objective(), Share([row], [30.0], [row.num_tokens], [1.0]), torch.device("cpu"))
         grads.append({name: p.grad for name, p in policy.lm.named_parameters()})
     assert len(row.input_ids) % 64 == 0
-    assert_same(grads[1], grads[0])
+    assert_same(grads[1], grads[0], 1e-5 if lm is tiny_moe else 1e-6)
 
 
 def test_unused_columns_of_top_tokens_do_not_change_the_gradient():
@@ -196,7 +196,7 @@ def test_unused_columns_of_top_tokens_do_not_change_the_gradient():
     a, b = close_samples(groups=1)[:2]
     wide = make_sample(list(b.input_ids), 8, top_k=5)
     both, parts = reference([a], 1), reference([wide], 1)
-    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    policy = Policy(tiny_lm(), 1.0, "sdpa").double()
     row = tensors_of(pack_row([a, wide]))[0]
     logprobs, topk, _, _ = policy(row)
     policy_loss(Objective(), logprobs, topk, row["sampler_logprobs"], row["topk_logprobs"], row["advantages"]).sum().backward()

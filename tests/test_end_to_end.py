@@ -56,7 +56,7 @@ def server(tmp_path_factory, small_model):
 
 def test_two_steps_train_the_real_model_against_real_vllm(tmp_path, small_model, server):
     """fp32 on both sides: the server's log-probs are the trainer's, the weights move, and the saved model is the trained one."""
-    run = start(tmp_path / "run", server, "max_steps=2", "bf16=false", "launch_server=false", "log_completions=true", launcher=("-m", "torch.distributed.run"))
+    run = start(tmp_path / "run", server, "max_steps=2", "bf16=false", "launch_server=false", "log_completions=true", launcher=("-m", "torch.distributed.run", "--standalone"))
     out, _ = run.communicate(timeout=280)
     assert run.returncode == 0, out[-3000:]
     steps = metrics(tmp_path / "run")
@@ -119,7 +119,7 @@ def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, small_model)
 
 
 def test_ctrl_c_under_torchrun_stops_the_server_too(tmp_path, small_model):
-    run = start(tmp_path / "run", 8174, "max_steps=50", launcher=("-m", "torch.distributed.run"))
+    run = start(tmp_path / "run", 8174, "max_steps=50", launcher=("-m", "torch.distributed.run", "--standalone"))
     everyone = wait_for_a_step(run, tmp_path / "run")
     os.killpg(run.pid, signal.SIGINT)
     end_within_30_seconds(run, everyone, "Ctrl-C")
