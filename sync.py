@@ -38,7 +38,7 @@ def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
 
 
 class DiskSync:
-    """The server reloads a folder that rank 0 writes; for one server or several that see the same path."""
+    """The server reloads a folder that rank 0 writes, so both must see the same path."""
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype):
         self.policy, self.dtype, self.timeout = policy, dtype, config.vllm_server_timeout

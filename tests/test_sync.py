@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,9 +134,10 @@ config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [floa
 """
 
 
-def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2"):
+def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2", ranks=1):
     (tmp_path / "x.py").write_text(CONFIG.format(model=server.model, factor=factor, prompts=prompts, more=more))
-    done = subprocess.run([sys.executable, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run([sys.executable, *launcher, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if (tmp_path / "run" / "metrics.jsonl").exists() else []
     return done, [json.loads(line) for line in lines]
@@ -148,6 +150,26 @@ def test_nothing_is_generated_before_the_first_sync_and_each_step_ends_in_one(tm
         syncs = [call for call in server.calls if call.startswith("/update_weight_version")]
         assert syncs == [f"/update_weight_version:{version}" for version in (0, 1, 2)] and len(steps) == 2
         assert server.calls.index("generate") > server.calls.index("/resume")
+
+
+def test_two_ranks_train_an_epoch_sync_and_save_like_one(tmp_path, tiny_folder):
+    with FakeVllm(keep=False, model=tiny_folder) as server:
+        done, steps = run(tmp_path, server, prompts=5, more="num_train_epochs=1.0", ranks=2)
+        assert done.returncode == 0, done.stderr[-2000:]
+        syncs = [call for call in server.calls if call.startswith("/update_weight_version")]
+    assert syncs == [f"/update_weight_version:{version}" for version in range(len(steps) + 1)]
+    assert sum(s["batch/samples_per_step"] for s in steps) == 20 and steps[-1]["epoch"] == 1.0
+    before, after = load_file(f"{tiny_folder}/model.safetensors"), load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: tensor.shape for name, tensor in after.items()}
+
+
+@pytest.mark.parametrize("more,failing,words", [
+    ("max_steps=2", ("/collective_rpc",), "phase 'reload'"), ("max_steps=2, token_budget=16", (), "leaves no room in token_budget=16")])
+def test_when_rank_0_fails_the_other_rank_does_not_wait_for_it(tmp_path, tiny_folder, more, failing, words):
+    with FakeVllm(keep=False, failing=failing, model=tiny_folder) as server:
+        started = time.monotonic()
+        done, _ = run(tmp_path, server, more=more, ranks=2)
+    assert done.returncode != 0 and words in done.stderr and time.monotonic() - started < 60
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path, tiny_folder):
