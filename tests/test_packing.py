@@ -1,3 +1,7 @@
+import time
+from collections import Counter
+from itertools import chain
+
 import numpy as np
 import pytest
 from conftest import make_sample, random_group
@@ -60,6 +64,63 @@ def test_an_open_row_counts_what_packing_it_gives_whatever_the_order(lists):
     assert (row.tokens, row.terms, row.attention_cost) == (len(packed.input_ids), len(packed.targets), packed.attention_cost)
 
 
+def predecessors(row):
+    """For each token that is not padding, the token before it on its path: the last but one that it sees."""
+    return [int(seen(row, i)[-2]) if len(seen(row, i)) > 1 else -1 for i in range(row.num_tokens)]
+
+
+def test_the_segments_of_the_worked_example():
+    row = pack_row([make_sample([1, 2, 3, 4, 5], 3), make_sample([1, 2, 3, 6, 7], 3)])
+    assert (row.segment_start.tolist(), row.segment_parent.tolist()) == ([0, 2, 5], [-1, 0, 0])
+    assert row.segment_start.dtype == row.segment_parent.dtype == np.int64
+
+
+@pytest.mark.parametrize("samples, multiple, start, parent", [
+    ([], 1, [0], [-1]),                                                      # filler
+    ([], 4, [0], [-1]),
+    ([[1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3, 4]], 1, [0], [-1]),            # prefixes and duplicates make no boundary
+    ([[1, 2], [1, 2, 3]], 5, [0, 3], [-1, -1]),                              # padding is one segment
+    ([[1, 2], [3, 4]], 4, [0, 2], [-1, -1]),                                 # two roots, full
+    ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]], 9, [0, 1, 2, 4, 6, 8], [-1, 0, 1, 1, 0, -1]),     # 1 | 2 | 3 4 | 3 5 | 2 6 | padding
+    ([[1, 2, 4], [1, 2, 5], [1, 2, 6]], 1, [0, 1, 3, 5], [-1, 0, 0, 0]),     # three branches of one fork
+])
+def test_segments_by_hand(samples, multiple, start, parent):
+    row = pack_row([make_sample(ids, 1) for ids in samples], multiple)
+    assert (row.segment_start.tolist(), row.segment_parent.tolist()) == (start, parent)
+
+
+@settings(deadline=None, max_examples=300)
+@given(tries, st.integers(1, 6))
+def test_segments_are_the_maximal_chains_between_forks_and_continue_their_parents_last_token(lists, multiple):
+    row = pack_row([make_sample(ids, 1) for ids in lists], multiple)
+    true = predecessors(row)
+    starts = row.segment_start.tolist()
+    last = [s - 1 for s in [*starts[1:], len(row.input_ids)]]
+    first_follows = {s: last[p] if p >= 0 else -1 for s, p in zip(starts, row.segment_parent)}
+    assert [first_follows.get(i, i - 1) for i in range(row.num_tokens)] == true
+    children = Counter(true)
+    padding = [row.num_tokens] if row.num_tokens < len(row.input_ids) else []
+    assert starts == [i for i, before in enumerate(true) if before < 0 or children[before] > 1] + padding
+    assert all(p < i for i, p in enumerate(row.segment_parent)) and all(row.segment_parent[len(starts) - len(padding):] == -1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tries)
+def test_every_term_keeps_the_numbers_of_its_sample_whatever_its_top_k_and_sampler_logprobs(lists):
+    rng = np.random.default_rng(len(lists))
+    samples = [make_sample(ids, 1, top_k=i % 3, advantage=i / 4, seed=i) for i, ids in enumerate(lists)]
+    for sample in samples:
+        sample.sampler_logprobs[rng.random(len(sample.sampler_logprobs)) < 0.3] = np.nan
+    row, width = pack_row(samples), min(2, len(samples) - 1)
+    terms = [(i, t) for i, s in enumerate(samples) for t in range(len(s.trained_index)) if np.isfinite(s.sampler_logprobs[t])]
+    assert row.topk_ids.shape == row.topk_logprobs.shape == (len(terms), width)
+    for m, (i, t) in enumerate(terms):
+        sample, absent = samples[i], width - i % 3
+        assert (row.term_sample[m], row.advantages[m], row.sampler_logprobs[m]) == (i, i / 4, sample.sampler_logprobs[t])
+        assert row.topk_ids[m].tolist() == [*sample.topk_ids[t], *[-1] * absent]
+        assert row.topk_logprobs[m].tolist() == [*sample.topk_logprobs[t], *[-np.inf] * absent]
+
+
 def test_keys_sort_like_token_sequences_also_beyond_a_byte():
     ids = [[1, 255], [1, 256], [1], [70000, 1], [2]]
     assert sorted(ids) == sorted(ids, key=lambda x: make_sample(x, 1).key())
@@ -111,9 +172,15 @@ def test_candidate_sets_follow_their_terms_and_samples_without_one_keep_the_voca
     assert row.candidate_ids.tolist() == [3] and row.candidate_counts.tolist() == [0, 1]
 
 
-def _chain(first, rest):
-    yield first
-    yield from rest
+def all_micro_batches(samples, num_rows, budget):
+    """Every micro-batch that a stream of samples gives, and the samples that were too long."""
+    batches, dropped, stream, left = [], [], iter(samples), None
+    while True:
+        rows, left = plan_micro_batch(stream if left is None else chain([left], stream), num_rows, budget, dropped.append)
+        if not any(rows):
+            assert left is None
+            return batches, dropped
+        batches.append(rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
@@ -122,13 +189,7 @@ def test_the_planner_loses_nothing_and_keeps_every_row_within_both_budgets(num_r
     rng = np.random.default_rng(seed)
     samples = [s for g in range(20) for s in random_group(rng, g, list(rng.integers(0, 37, rng.integers(1, 30))), 4, 25)]
     samples[7] = make_sample(rng.integers(0, 37, 90), 5, group_id=1)
-    batches, dropped = [], []
-    stream, left = iter(samples), None
-    while True:
-        rows, left = plan_micro_batch(stream if left is None else _chain(left, stream), num_rows, 80, dropped.append)
-        if not any(rows):
-            break
-        batches.append(rows)
+    batches, dropped = all_micro_batches(samples, num_rows, 80)
     placed = [id(s) for rows in batches for row in rows for s in row]
     assert sorted(placed) == sorted(id(s) for s in samples if len(s.input_ids) <= 80) and len(dropped) == 1
     for index, rows in enumerate(batches):
@@ -148,3 +209,83 @@ def test_rows_that_share_everything_still_close_by_their_loss_terms():
     same = [make_sample([1, 2, 3, 4, 5, 6], 1) for _ in range(10)]
     rows, left = plan_micro_batch(same, 1, 12)
     assert len(rows[0]) == 2 and left is same[2]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize("budget", [25, 60, 1000])
+def test_every_rank_gets_a_row_of_every_micro_batch_also_with_fewer_groups_than_ranks(groups, num_rows, budget):
+    """One group on two ranks once left a rank without a row: it did no forward, and the collectives of the others waited for it."""
+    samples = [s for g in range(groups) for s in random_group(np.random.default_rng(g), g, [g] * 10, 4, 12)]
+    too_long = make_sample(np.arange(budget + 1) % 37, 5, group_id=0)
+    batches, dropped = all_micro_batches([*samples[:2], too_long, *samples[2:]], num_rows, budget)
+    assert dropped == [too_long] and bool(batches) == (groups > 0)
+    assert sorted(id(s) for rows in batches for row in rows for s in row) == sorted(map(id, samples))
+    for rows in batches:
+        packed = [pack_row(row) for row in rows]
+        assert len(packed) == num_rows and all(len(row.input_ids) >= 1 for row in packed)
+        assert sum(len(row.targets) for row in packed) == sum(len(s.trained_index) for row in rows for s in row)
+
+
+def test_a_sample_as_long_as_the_budget_is_kept_and_the_last_partial_micro_batch_comes_out():
+    samples = [make_sample(np.full(20, g), 1, group_id=g) for g in range(5)]
+    batches, dropped = all_micro_batches(samples, 2, 20)
+    assert dropped == [] and [[len(row) for row in rows] for rows in batches] == [[1, 1], [1, 1], [1, 0]]
+
+
+def sizes_after(first, second, extra, budget):
+    """Samples in each of two rows that hold `first` and `second`, once `extra` came; None: the micro-batch closed before it."""
+    rows, left = plan_micro_batch([first, second, extra], 2, budget)
+    assert [row[0] for row in rows] == [first, second]
+    return None if left is extra else [len(row) for row in rows]
+
+
+def test_a_sample_leaves_the_full_row_of_its_group_only_if_the_most_expensive_row_stays_the_most_expensive():
+    full, large = make_sample(np.arange(1, 31), 10, group_id=0), make_sample(np.arange(100, 128), 1, group_id=0)
+    seven, twelve = (make_sample([40] * n, 1, group_id=1) for n in (7, 12))
+    assert sizes_after(full, seven, large, 40) == [1, 2]             # 28 + 406 pairs, fewer than the 465 of the full row
+    assert sizes_after(full, twelve, large, 40) is None              # 78 + 406
+    assert sizes_after(full, twelve, make_sample(large.input_ids, 1, group_id=2), 40) == [1, 2], "a new group may raise it"
+
+
+def test_a_group_too_large_for_one_row_takes_an_empty_one_before_it_joins_another_group():
+    other = make_sample([40] * 5, 1, group_id=1)
+    group = [make_sample([*range(10), *[20 + i] * 20], 10, group_id=0) for i in range(3)]
+    rows, left = plan_micro_batch([group[0], other, *group[1:]], 3, 40)
+    assert rows == [[group[0]], [other], [group[1]]] and left is group[2]        # beside `other` it would cost 15 + 465, the others 465
+
+
+def test_an_empty_row_takes_the_rest_of_a_split_group_even_if_it_becomes_the_most_expensive():
+    short, long = make_sample(np.arange(10), 1), make_sample(np.arange(40, 75), 1)
+    assert plan_micro_batch([short, long], 2, 40) == ([[short], [long]], None)
+
+
+def test_groups_of_one_size_spread_evenly_over_the_ranks():
+    rng = np.random.default_rng(0)
+    samples = [s for g in range(32) for s in random_group(rng, g, list(rng.integers(0, 37, 40)), 4, 40)]
+    rows, left = plan_micro_batch(samples, 4, 10_000)
+    costs = [pack_row(row).attention_cost for row in rows]
+    assert left is None and max(costs) < 1.15 * np.mean(costs)
+
+
+def short_samples(n):
+    rng = np.random.default_rng(0)
+    return [make_sample([1, 2, 3, *rng.integers(0, 37, 7)], 3, group_id=i // 8) for i in range(n)]
+
+
+def conversation(raw_tokens, turns=40):
+    """Samples that are each a prefix of the next."""
+    ids = np.random.default_rng(0).integers(0, 37, 2 * raw_tokens // (turns + 1))
+    ends = np.linspace(0, len(ids), turns + 1).astype(int)
+    return [make_sample(ids[:stop], start + 1) for start, stop in zip(ends, ends[1:])]
+
+
+@pytest.mark.parametrize("make, size", [(short_samples, 500), (conversation, 200_000)])
+def test_time_grows_like_the_tokens_not_like_their_square(make, size):
+    def seconds(samples):
+        started = time.process_time()
+        for row in plan_micro_batch(samples, 1, 10**9)[0]:
+            pack_row(row)
+        return time.process_time() - started
+    small, large = make(size), make(4 * size)
+    assert min(seconds(large) for _ in range(5)) < 8 * min(seconds(small) for _ in range(5))
