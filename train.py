@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor
 
+from attention import MULTIPLE
 from checkpoint import save_model
 from config import Config, ConfigError, load_config
 from data import load_rows
@@ -67,26 +68,26 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                               config.score_centering, config.centering_tail)
         if rank == 0:
             wait_for_server(config, server)
-            max_model_len = check_server(config)
+            max_model_len = min(check_server(config, url) for url in config.server_urls)
             budget = config.token_budget or max_model_len
             feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
-        sync = DiskSync(config, policy, dtype)
+        sync = DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
         version = 0
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
-            # compiled attention wants few lengths: rows are padded to quarters of the budget
-            plans = plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else -(-budget // 512) * 128)
+            feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE))
 
         step, num_tokens, prompts_seen = 0, 0, 0
         while config.max_steps <= 0 or step < config.max_steps:
             started = time.monotonic()
-            plan = next(plans, None) if rank == 0 else None
+            plan = feed.next_plan() if rank == 0 else None
+            assert plan is None or plan.version == version, "planning ahead took another version for the one this step starts at"
             share = scatter_step(plan, rank, world_size)
             if share is None:
                 break
-            training = mark(device)
+            taken, training = time.monotonic(), mark(device)
             forwards, stats = forward_backward(policy, objective, share, device, group, scaler)
             stepping = mark(device)
             scaler.unscale_(optimizer)
@@ -117,7 +118,8 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 prompts_seen = max(prompts_seen, plan.last_group + 1)
                 feed.shared.allowance.value = max(config.max_staleness, 1) * plan.raw_tokens
                 window.add_all(plan.metrics | {
-                    "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts, "perf/fwd_s": sum(seconds(*marks) for marks in forwards),
+                    "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts,
+                    "sample/time_in_queue_s": (taken - plan.queued_at, plan.num_samples), "perf/fwd_s": sum(seconds(*marks) for marks in forwards),
                     "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
                 window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started))
                 feed.collect_metrics()
@@ -161,14 +163,15 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
     for row, denominator, tokens, aux_weight in zip(share.rows, share.denominators, share.tokens, share.aux_weights, strict=True):
         tensors, candidates = to_device(row, device)
         started = mark(device)
-        logprobs, topk_logprobs, entropy, router_logits = policy(tensors, candidates)   # (M,), (M, K), (M,), (L, N, E)
-        terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
-        loss, aux = terms.sum() / denominator, None
-        if router_logits is not None:
-            aux = load_balancing_loss(router_logits[:, :row.num_tokens], policy.experts_per_token, tokens, group)
-            loss = loss + policy.aux_loss_coef * aux_weight * aux
-        forwards.append((started, mark(device)))
-        (scaler.scale(loss) if scaler else loss).backward()
+        with policy.compute_weights:
+            logprobs, topk_logprobs, entropy, router_logits = policy(tensors, candidates)   # (M,), (M, K), (M,), (L, N, E)
+            terms = policy_loss(objective, logprobs, topk_logprobs, tensors["sampler_logprobs"], tensors["topk_logprobs"], tensors["advantages"])
+            loss, aux = terms.sum() / denominator, None
+            if router_logits is not None:
+                aux = load_balancing_loss(router_logits[:, :row.num_tokens], policy.experts_per_token, tokens, group)
+                loss = loss + policy.aux_loss_coef * aux_weight * aux
+            forwards.append((started, mark(device)))
+            (scaler.scale(loss) if scaler else loss).backward()
         stats.add_loss(loss, aux, aux_weight)
         stats.add(objective, logprobs, entropy, tensors["sampler_logprobs"], tensors["topk_logprobs"],
                   tensors["advantages"], tensors["term_sample"], row.num_samples)
@@ -183,29 +186,39 @@ class StepPlan:
     forwarded_tokens: int
     raw_tokens: int                      # before packing
     trained_tokens: int
+    num_samples: int
+    version: int                         # when the step starts
+    queued_at: float                     # mean over the samples
     last_group: int
     metrics: dict[str, tuple[float, float]]      # name -> value and the number of samples, rows or tokens it is a mean over
 
 
 def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int) -> Iterator[StepPlan]:
-    """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost."""
+    """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost.
+
+    Runs ahead of training, so a sample's age is judged by the version that will be current when its step starts.
+    """
     def oversize(sample: Sample) -> None:
-        feed.window.add("batch/dropped_oversize_count", 1)
+        feed.reports.add("batch/dropped_oversize_count", 1)
         if sample.trained_index[0] >= budget:
             raise ConfigError(f"a prompt of {sample.trained_index[0]} tokens leaves no room in token_budget={budget}: raise it.")
         print(f"dropped a sample of {len(sample.input_ids)} tokens: raise token_budget={budget} to train on it", flush=True)
 
-    def micro_batches():
+    def micro_batches(version):
         while True:
-            rows, left_over = plan_micro_batch(feed.samples(), world_size, budget, oversize)
+            rows, left_over = plan_micro_batch(feed.samples(version), world_size, budget, oversize)
             if left_over is not None:
                 feed.given_back.append(left_over)               # looked at again when its turn comes: it may be too old by then
             if not any(rows):
                 return
             yield rows
-    stream = micro_batches()
-    while batch := list(islice(stream, config.gradient_accumulation_steps)):
-        yield make_step(config, batch, feed.version, budget, multiple)
+    first = feed.version
+    for step in count():
+        version = first + step // config.weight_sync_steps
+        batch = list(islice(micro_batches(version), config.gradient_accumulation_steps))
+        if not batch:
+            return
+        yield make_step(config, batch, version, budget, multiple)
 
 
 def make_step(config: Config, batch: list[list[list[Sample]]], version: int, budget: int, multiple: int = 1) -> StepPlan:
@@ -220,9 +233,9 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
     aux_weights = [n / tokens if per_step else 1 / len(rows) for n in forwarded]
     shares = [Share(list(of_rank), denominators, forwarded, aux_weights) for of_rank in zip(*rows)]
     costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
-    now, ages, lengths = time.monotonic(), [version - sample.version for sample in samples], [len(sample.input_ids) for sample in samples]
+    ages, lengths = [version - sample.version for sample in samples], [len(sample.input_ids) for sample in samples]
     per_sample = {"sample/forwarded_tokens_mean": np.mean(lengths), "sample/trained_tokens_mean": sum(trained) / len(samples),
-                  "sample/time_in_queue_s": np.mean([now - s.queued_at for s in samples]), "sample/staleness_mean": np.mean(ages)}
+                  "sample/staleness_mean": np.mean(ages), "sample/token_staleness_mean": version - np.mean([sample.mean_version for sample in samples])}
     per_row = {"batch/samples_per_row": len(samples) / len(flat), "batch/row_tokens_mean": tokens / len(flat), "batch/row_fill_frac": tokens / len(flat) / budget}
     padded = sum(len(row.input_ids) for micro_batch in rows for row in micro_batch)
     metrics = {name: (float(value), weight) for values, weight in (
@@ -232,7 +245,8 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
         ({"sample/forwarded_tokens_max": max(lengths), "sample/staleness_max": max(ages), "batch/row_tokens_max": max(row.num_tokens for row in flat),
           "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
           "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows)}, 1)) for name, value in values.items()}
-    return StepPlan(shares, tokens, raw, sum(trained), max(s.group_id for s in samples), metrics)
+    queued_at = float(np.mean([sample.queued_at for sample in samples]))
+    return StepPlan(shares, tokens, raw, sum(trained), len(samples), version, queued_at, max(s.group_id for s in samples), metrics)
 
 
 def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -47,9 +48,9 @@ def test_every_prompt_of_the_epoch_arrives_once_and_then_the_samples_end(feed):
     """Lambdas in the config file work: the process loads the file itself."""
     with FakeServer() as server:
         made = feed(server)
-        samples = list(made.samples())
+        samples = list(made.samples(0))
         assert sorted(s.group_id for s in samples) == [g for g in range(6) for _ in range(4)]
-        assert list(made.samples()) == [] and made.process.join(10) is None and made.process.exitcode == 0
+        assert list(made.samples(0)) == [] and made.process.join(10) is None and made.process.exitcode == 0
         made.collect_metrics()
         assert made.window.result()["completions/mean_length"] == 3.0
 
@@ -61,7 +62,7 @@ def of_version_zero(body):
 def first_failure(made, within):
     started = time.monotonic()
     with pytest.raises((ConfigError, RuntimeError)) as caught:
-        for _ in made.samples():
+        for _ in made.samples(0):
             pass
     assert time.monotonic() - started < within
     return caught
@@ -89,7 +90,7 @@ def test_a_hook_that_raises_reaches_the_trainer_with_its_traceback(feed):
 def test_a_killed_process_is_noticed_within_seconds(feed):
     with FakeServer(delay=0.5) as server:
         made = feed(server)
-        stream = made.samples()
+        stream = made.samples(0)
         next(stream)
         os.kill(made.process.pid, signal.SIGKILL)
         started = time.monotonic()
@@ -123,7 +124,7 @@ def test_a_finished_process_may_wait_for_a_slow_trainer_longer_than_the_workers_
             assert time.monotonic() < deadline
             time.sleep(0.1)
         time.sleep(6)
-        assert len(list(made.samples())) == 24
+        assert len(list(made.samples(0))) == 24
         made.process.join(10)
         assert made.process.exitcode == 0
 
@@ -154,28 +155,56 @@ def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
 
 def test_a_slow_server_is_not_the_end_of_the_data(feed):
     with FakeServer(delay=1.0) as server:
-        assert len(list(feed(server, more="max_concurrent_rollouts=8,").samples())) == 24
+        assert len(list(feed(server, more="max_concurrent_rollouts=8,").samples(0))) == 24
 
 
 def test_a_sample_too_old_is_dropped_and_counted_and_gives_its_tokens_back(feed):
     with FakeServer(of_version_zero) as server:
         made = feed(server, more="max_staleness=0,")
-        stream = made.samples()
-        next(stream)
-        made.shared.version.value = 1
-        assert list(stream) == [] and made.window.result()["sample/dropped_stale_count"] == 23
+        next(made.samples(0))
+        assert list(made.samples(1)) == [] and made.reports.result()["sample/dropped_stale_count"] == 23
         assert made.shared.consumed.value > 0
 
 
 def test_a_sample_given_back_is_looked_at_again_when_it_may_have_grown_too_old(feed):
     with FakeServer(of_version_zero) as server:
         made = feed(server, more="max_staleness=0,")
-        sample = next(made.samples())
+        sample = next(made.samples(0))
         made.given_back.append(sample)
-        assert next(made.samples()) is sample
+        assert next(made.samples(0)) is sample
         made.given_back.append(sample)
-        made.shared.version.value = 1
-        assert sample not in list(made.samples())
+        assert sample not in list(made.samples(1))
+
+
+def raised_by_next_plan(made, within):
+    started = time.monotonic()
+    with pytest.raises((ConfigError, RuntimeError)) as caught:
+        made.next_plan()
+    assert time.monotonic() - started < within
+    return str(caught.value)
+
+
+def test_a_process_killed_while_the_loop_waits_for_a_plan_wakes_it(feed):
+    with FakeServer(delay=60.0) as server:
+        made = feed(server)
+        made.plan_ahead(made.samples(0))
+        while not server.bodies:
+            time.sleep(0.1)
+        threading.Timer(0.5, os.kill, (made.process.pid, signal.SIGKILL)).start()
+        assert "died with exit code -9" in raised_by_next_plan(made, 5)
+
+
+def test_a_process_that_died_while_a_plan_lay_ready_is_noticed_before_that_plan_is_used(feed):
+    """The thread rests then, so it does not look; a step can take minutes."""
+    with FakeServer() as server:
+        made = feed(server, more="max_concurrent_rollouts=1,", allowance=1)
+        made.plan_ahead(made.samples(0))
+        assert made.next_plan() is not None
+        while not made.planned.done():
+            time.sleep(0.1)
+        os.kill(made.process.pid, signal.SIGKILL)
+        made.process.join(5)
+        assert "died with exit code -9" in raised_by_next_plan(made, 5)
 
 
 @pytest.mark.parametrize("after", ["at once", "with a full queue"])
@@ -183,11 +212,13 @@ def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed,
     """A queue's feeder thread blocks on a full pipe, and joining it would wait for ever."""
     with FakeServer(long_answer) as server:
         made = feed(server, "return [float(ids[0]) for ids in completion_ids]", max_model_len=8192)
+        made.plan_ahead(made.samples(0))
         if after == "with a full queue":
-            next(made.samples())
+            made.next_plan()
             time.sleep(2)
         child = psutil.Process(made.process.pid)
         started = time.monotonic()
         made.stop()
         made.stop()
         assert time.monotonic() - started < 10 and not child.is_running()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("planner")]
