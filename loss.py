@@ -79,7 +79,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """Log-probs and entropy straight from hidden states, one vocabulary block at a time, recomputed in backward.
+    """Log-probs and entropy straight from hidden states, one vocabulary block at a time; blocks beyond `keep` bytes are recomputed in backward.
 
     Blocks run over the vocabulary, not over terms: with the normaliser known, each block's weight gradient is one finished
     matrix product, accumulated in fp32 inside it, and no full-size fp32 buffer of the weight exists. Peak extra memory is the
@@ -88,15 +88,15 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, softcap: float | None,
-                candidates: Candidates | None, block: int) -> tuple[Tensor, Tensor]:
+                candidates: Candidates | None, block: int, keep: int) -> tuple[Tensor, Tensor]:
         """hidden (M, D), weight (V, D), ids (M, J) with -1 for absent -> log-probs (M, J), entropy (M,)."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         peak = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)            # (M,)
         mass, energy = torch.zeros_like(peak), torch.zeros_like(peak)
         chosen = hidden.new_full(ids.shape, -torch.inf, dtype=wide)               # (M, J) final logits of ids
+        ctx.kept = {}                                                              # raw blocks by their start
         for start in range(0, len(weight), block):
-            part = weight[start:start + block]
-            stop = start + len(part)
+            part, stop = weight[start:start + block], min(start + block, len(weight))
             raw = hidden @ part.T                                                  # (M, B)
             allowed = candidates.block(start, stop) if candidates else None
             peak, mass, energy = _fused(_fold, raw, allowed, peak, mass, energy, temperature, softcap)
@@ -104,6 +104,8 @@ class FusedLogprobs(torch.autograd.Function):
             if candidates:
                 inside = inside & allowed.gather(1, column)
             chosen = torch.where(inside, _final_logits(raw.gather(1, column), temperature, softcap), chosen)
+            if ctx.needs_input_grad[0] and raw.nbytes * (len(ctx.kept) + 1) <= keep:
+                ctx.kept[start] = raw
         normaliser = peak + mass.log()                                             # (M,)
         ctx.save_for_backward(hidden, weight, ids, normaliser, chosen)
         ctx.settings = temperature, softcap, candidates, block
@@ -122,26 +124,27 @@ class FusedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight)
         for start in range(0, len(weight), block):
-            part = weight[start:start + block]
-            stop = start + len(part)
-            raw = hidden @ part.T
+            part, stop = weight[start:start + block], min(start + block, len(weight))
+            raw = ctx.kept.pop(start) if start in ctx.kept else hidden @ part.T    # popped: it is overwritten
             allowed = candidates.block(start, stop) if candidates else None
             d = _fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
             inside = (ids >= start) & (ids < stop)
             d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, direct, 0).to(d.dtype))
             _add_product(grad_hidden, d, part)
             torch.mm(d.T, hidden, out=grad_weight[start:stop])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 
 def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, topk_ids: Tensor, *, temperature: float = 1.0,
-                   softcap: float | None = None, candidates: Candidates | None = None, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+                   softcap: float | None = None, candidates: Candidates | None = None, block: int = BLOCK,
+                   keep: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets (M,) and of the sampler's top tokens (M, K), with gradient, and the entropy (M,), without.
 
-    hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where absent (log-prob -inf). Holds `block` columns of logits.
+    hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where absent (log-prob -inf). Holds `block` columns of logits,
+    and up to `keep` bytes of them until backward: a quarter of the head's products are then not repeated.
     """
     ids = torch.cat([targets[:, None], topk_ids], dim=1)                           # (M, 1 + K)
-    logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block)
+    logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block, keep)
     return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy    # not views: FSDP hooks the outputs
 
 
@@ -168,8 +171,7 @@ def policy_loss(objective: Objective, logprobs: Tensor, topk_logprobs: Tensor, s
     0, to the gradient too. Score centering (arXiv 2609.20807), with f(r) = r inside the bounds and 0 outside, f and μ constant:
         −A·( f(r_t)·log π(o_t) − Σ_{v in top K} μ(v)·f(r_v)·log π(v) )        since the score does not average to 0 under μ ≠ π
     `centering_tail` adds  α·Σ_{v in top K} π(v)·log π(v)  inside the brackets (its Eq. 14): the unreported tail of μ is taken
-    as ρ·π, whose expected score is −Σ_K π ∇log π by normalisation; α = 1 if 1/ρ is inside the bounds, else 0.
-    Otherwise GRPO's clipped surrogate.
+    as ρ·π, whose expected score is −Σ_K π ∇log π by normalisation; α = 1 if 1/ρ is inside the bounds, else 0. score_centering=False: GRPO's clipped surrogate.
     """
     log_ratio = logprobs - sampler_logprobs                                        # (M,)
     kept = objective.inside(log_ratio.detach().exp())
@@ -241,8 +243,7 @@ class LossStats:
         self.sums += torch.stack([x.double().sum() for x in (
             ratio[:0], torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
             low, high, ratio.clamp(max=1e9) - 1 - log_ratio, ratio[:0], ratio[:0])])
-        self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (
-            log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
+        self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
 
     @torch.no_grad()
     def add_loss(self, share: Tensor, aux: Tensor | None, aux_weight: float) -> None:
@@ -269,11 +270,10 @@ class LossStats:
         mean = {name: value / n for name, value in total.items()}
         mass = {"sampling/sampler_mass": mean["sampler_mass"]} if objective.score_centering else {}
         return aux | mass | {
-            "sampling/sampling_logp_difference/mean": mean["logp_difference"],
-            "sampling/sampling_logp_difference/max": peak["logp_difference"],
+            "sampling/sampling_logp_difference/mean": mean["logp_difference"], "sampling/sampling_logp_difference/max": peak["logp_difference"],
             "sampling/importance_sampling_ratio/min": -peak["minus_ratio"], "sampling/importance_sampling_ratio/max": peak["ratio"],
-            "sampling/importance_sampling_ratio/mean": mean["ratio"],
-            "sampling/masked_mean": mean["masked"], "sampling/mismatch_kl": mean["k3"], "entropy": mean["entropy"],
+            "sampling/importance_sampling_ratio/mean": mean["ratio"], "sampling/masked_mean": mean["masked"],
+            "sampling/mismatch_kl": mean["k3"], "entropy": mean["entropy"],
             "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
             "clip_ratio/low_mean": mean["clip_low"], "clip_ratio/low_min": -peak["minus_clip_low"],
             "clip_ratio/high_mean": mean["clip_high"], "clip_ratio/high_max": peak["clip_high"],
