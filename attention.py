@@ -1,63 +1,175 @@
 """Attention over a packed trie: query i sees key j exactly when j <= i < end[j].
 
-Registered with transformers under the name "tree", so the model's own code calls it in every layer. The mask travels as the
-keyword `tree`, a `TreeMask`, made once a forward and shared by the layers. Source: torch's FlexAttention for "flex"; a dense
-mask for "sdpa", the reference and the CPU path.
-"""
-from functools import cache
+Registered with transformers under the name "tree", so the model's own code calls it in every layer. The row's structure travels as
+the keyword `tree`, made once a row and shared by the layers. The backends compute the same function:
 
+    "hub"    FlashAttention kernels of the Hugging Face Hub, one call over all segments; each segment's keys and values are its
+             path from the root, gathered. Restores the causal varlen form that every such kernel has.
+    "triton" this project's own kernels (tree_kernel.py), nothing gathered.
+    "flex"   torch's FlexAttention with the mask above, nothing gathered; a compiled layer with it wants few row lengths.
+    "sdpa"   a dense mask: the reference, and the CPU path.
+"""
+from functools import cached_property
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from deltanet import Segments
+
 NAME = "tree"
+TILE = 128          # FlexAttention's sparse block, in tokens
+MULTIPLE = 64       # of tokens that rows are padded to on a GPU: whole tiles of the matrix products
+HOPPER_128 = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=3, bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64,
+                  bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)     # on a trie's ragged mask 11 and 6 % faster than torch's own choice
+_compiled_flex = torch.compile(flex_attention, dynamic=True)
 
 
-class TreeMask:
-    """Who sees whom in one packed row, in the form the backend wants; one mask per sliding window, made when first asked for.
+class Tree:
+    """Who sees whom in one packed row of N tokens and S segments, in the form each backend wants, made when first asked for.
 
-    end, position_ids: (N,) int64 on the device. Sliding windows count positions (depth in the trie), not row indices.
+    end, position_ids (N,) int64 on the device; segment_start, segment_parent (S,) on the host, as in packing.Row. Sliding windows
+    count positions (depth in the trie), not row indices.
     """
 
-    def __init__(self, end: Tensor, position_ids: Tensor, backend: str):
-        self.end, self.position_ids, self.backend = end, position_ids, backend
-        self.masks = {}
+    def __init__(self, end: Tensor, position_ids: Tensor, segment_start: np.ndarray, segment_parent: np.ndarray):
+        self.end, self.position_ids, self.segment_start, self.segment_parent, self.device = end, position_ids, segment_start, segment_parent, end.device
+        device = end.device
+        self.backend, self.masks, self.segments = "sdpa", {}, None
+        self.hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
-    def _sees(self, i: Tensor, j: Tensor, window: int | None) -> Tensor:
-        sees = (j <= i) & (i < self.end[j])
-        return sees if window is None else sees & (self.position_ids[i] - self.position_ids[j] < window)
+    def prepare(self, backend: str, windows: set[int | None], recurrent: bool = False) -> "Tree":
+        """What the layers of a forward need, made before they run: a compiled layer would trace its making. Returns itself."""
+        make = dict(sdpa=self._dense_mask, flex=self._block_mask, triton=self._tile_lists, hub=lambda window: None)[backend]
+        if backend != self.backend:
+            self.backend, self.masks = backend, {}
+        for window in windows - self.masks.keys():
+            self.masks[window] = make(window)
+        if recurrent:
+            self.segments = self.segments or Segments(self.segment_start, self.segment_parent, len(self.end), self.device)
+        return self
 
-    def get(self, window: int | None):
-        """(1, 1, N, N) bool for "sdpa", a BlockMask for "flex"."""
-        if window not in self.masks:
-            n = len(self.end)
-            if self.backend == "sdpa":
-                index = torch.arange(n, device=self.end.device)
-                self.masks[window] = self._sees(index[:, None], index[None, :], window)[None, None]
-            else:
-                def mask_mod(batch, head, i, j):
-                    return self._sees(i, j, window)
-                self.masks[window] = create_block_mask(mask_mod, None, None, n, n, device=self.end.device)
-        return self.masks[window]
+    def _dense_mask(self, window: int | None) -> Tensor:
+        index = torch.arange(len(self.end), device=self.device)
+        return _mask_mod(self.end, self.position_ids, window)(0, 0, index[:, None], index[None, :])[None, None]    # (1, 1, N, N)
+
+    def _tiles(self, size: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """(T, T) bool, query tile by key tile: any pair visible (or more), all pairs visible. From each tile's extremes alone."""
+        n = len(self.end)
+        tail = -n % size
+        ends = torch.cat([self.end, torch.arange(n, n + tail, device=self.device)]).view(-1, size)                # (T, size)
+        depth = F.pad(self.position_ids, (0, tail)).view(-1, size)
+        tile = torch.arange(len(ends), device=self.device)
+        before = tile[:, None] > tile[None, :]
+        some = (before & (ends.amax(1)[None, :] > tile[:, None] * size)) | (tile[:, None] == tile[None, :])
+        full = before & (ends.amin(1)[None, :] >= (tile[:, None] + 1) * size)
+        if window is not None:
+            some &= depth.amin(1)[:, None] - depth.amax(1)[None, :] < window
+            full &= depth.amax(1)[:, None] - depth.amin(1)[None, :] < window
+        return some, full
+
+    def _block_mask(self, window: int | None) -> BlockMask:
+        some, full = self._tiles(TILE, window)
+        lists = [part for mask in (some & ~full, full, (some & ~full).T, full.T) for part in _block_lists(mask)]
+        return BlockMask((len(self.end),) * 2, *lists, (TILE, TILE), _mask_mod(self.end, self.position_ids, window))
+
+    def _tile_lists(self, window: int | None):
+        from tree_kernel import BLOCK, tile_lists
+        return tile_lists(*self._tiles(BLOCK, window), self.end, self.position_ids)
+
+    @cached_property
+    def paths(self) -> "Paths":
+        return Paths(self.segment_start, self.segment_parent, len(self.end), self.device)
 
 
-@cache
-def _flex():
-    return torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """One copy for all, which does not make the host wait. Each starts at a multiple of 16 bytes, for which kernels are specialised."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0] + [-(-array.nbytes // 16) * 16 for array in arrays])
+    staging = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
+    for array, start in zip(arrays, starts):
+        staging.numpy()[start:start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    moved = staging.to(device, non_blocking=True)
+    return [moved[start:start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape) for array, start in zip(arrays, starts)]
 
 
-def tree_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, tree: TreeMask,
+def _mask_mod(end: Tensor, position_ids: Tensor, window: int | None):
+    def sees(batch, head, i, j):
+        return (j <= i) & (i < end[j])
+
+    def sees_near(batch, head, i, j):
+        return (j <= i) & (i < end[j]) & (position_ids[i] - position_ids[j] < window)
+    return sees if window is None else sees_near
+
+
+def _block_lists(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, T) bool -> how many columns of each row are set, (1, 1, T), and these columns first, (1, 1, T, T); int32."""
+    return mask.sum(-1, dtype=torch.int32)[None, None], torch.argsort(mask.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
+
+
+class Paths:
+    """Each segment's path from the root, its own tokens included, end to end: what the hub's kernels take as keys and values."""
+
+    def __init__(self, segment_start: np.ndarray, segment_parent: np.ndarray, num_tokens: int, device: torch.device):
+        stops = np.append(segment_start[1:], num_tokens)
+        paths: list[np.ndarray] = []
+        for start, stop, parent in zip(segment_start, stops, segment_parent):
+            own = np.arange(start, stop)
+            paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+        queries, keys = stops - segment_start, np.array([len(path) for path in paths])
+        bounds = [np.append(0, x.cumsum()).astype(np.int32) for x in (queries, keys)]
+        self.index, self.cu_queries, self.cu_keys = to_device([np.concatenate(paths), *bounds], device)          # (P,) row indices, (S + 1,), (S + 1,)
+        self.max_queries, self.max_keys = int(queries.max()), int(keys.max())
+
+
+class _Gather(torch.autograd.Function):
+    """x (N, …) -> x[index]; a token's gradient is summed over its descendants in fp32, since bf16 would lose the small ones."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        index, = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        return total.index_add_(0, index, grad.to(total.dtype)).to(grad.dtype), None
+
+
+@torch.compiler.disable
+def _hub_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float | None, window: int | None, softcap: float | None) -> Tensor:
+    """query (1, H, N, D), key and value (1, G, N, D) -> (1, N, H, D)."""
+    paths = tree.paths
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))                                       # (N, heads, D)
+    out = hub_kernel(query.device).flash_attn_varlen_func(
+        query, _Gather.apply(key, paths.index), _Gather.apply(value, paths.index), paths.cu_queries, paths.cu_keys,
+        paths.max_queries, paths.max_keys, softmax_scale=scaling, causal=True,
+        **({} if window is None else dict(window_size=(window - 1, 0))), **({} if softcap is None else dict(softcap=softcap)))
+    return (out[0] if isinstance(out, tuple) else out)[None]
+
+
+def tree_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, tree: Tree,
                    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **kwargs):
     """transformers' attention signature. query (1, H, N, D), key and value (1, G, N, D) -> (1, N, H, D)."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which are not supported.")
-    mask = tree.get(sliding_window)
+    if tree.backend == "hub":
+        return _hub_attention(query, key, value, tree, scaling, sliding_window, softcap), None
+    mask = tree.masks[sliding_window]
+    if tree.backend == "triton":
+        return torch.ops.tree.attention(query, key, value, *mask, scaling or query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)[0], None
     if tree.backend == "flex":
         cap = None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
-        out = _flex()(query, key, value, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=True)
+        flex = _compiled_flex if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        tuned = HOPPER_128 if tree.hopper and query.shape[-1] == 128 and query.dtype == torch.bfloat16 else None
+        out = flex(query, key, value, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=True, kernel_options=tuned)
     elif softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     else:
@@ -73,11 +185,52 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-def choose_backend(name: str, device: torch.device) -> str:
-    """`auto` resolved: flex on a GPU, sdpa (a dense mask) elsewhere, since FlexAttention has no backward on a CPU."""
-    if name == "flex" and device.type == "cpu":
-        raise ValueError("attention_backend='flex' has no backward on a CPU: use 'sdpa'.")
-    return ("sdpa" if device.type == "cpu" else "flex") if name == "auto" else name
+def hub_repository(device: torch.device) -> tuple[str, int | None]:
+    """The kernel for this device and its version on the Hub."""
+    if torch.version.hip:
+        return "kernels-community/aiter-flash-attn", 2
+    blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return ("kernels-community/flash-attn4", None) if blackwell else ("kernels-community/flash-attn3", 1)
+
+
+_hub_kernels = {}
+
+
+def hub_kernel(device: torch.device):
+    """The loaded kernel module, fetched once a process."""
+    repository, version = hub_repository(device)
+    if repository not in _hub_kernels:
+        from kernels import get_kernel
+        _hub_kernels[repository] = get_kernel(repository, **({} if version is None else dict(version=version)))
+    return _hub_kernels[repository]
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, softcap: float | None = None) -> str:
+    """`auto` resolved: hub where its kernel loads, else triton on a GPU, and sdpa on a CPU. ValueError where a backend cannot serve the model."""
+    if device.type == "cpu":
+        if name not in ("auto", "sdpa"):
+            raise ValueError(f"attention_backend='{name}' " + ("has no backward on a CPU" if name == "flex" else "needs a GPU") + ": use 'sdpa'.")
+        return "sdpa"
+    if name not in ("auto", "hub"):
+        return name
+    lacking = _hub_lacking(device, dtype, softcap)
+    if name == "hub" and lacking:
+        raise ValueError(f"{lacking}: use attention_backend='triton'.")
+    return "triton" if lacking else "hub"
+
+
+def _hub_lacking(device: torch.device, dtype: torch.dtype, softcap: float | None) -> str | None:
+    """What keeps the hub's kernel from serving a model."""
+    repository = hub_repository(device)[0]
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{repository} computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
+    if softcap is not None and repository != "kernels-community/flash-attn3":
+        return f"{repository} cannot cap attention logits, as this model does"
+    try:
+        hub_kernel(device)
+    except Exception as error:                       # whatever keeps a kernel from loading: no network, no build for this torch, no package
+        return f"the kernel {repository} cannot be loaded ({str(error).splitlines()[0] if str(error) else repr(error)})"
+    return None
 
 
 def register() -> None:

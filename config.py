@@ -6,14 +6,17 @@ import ast
 import difflib
 import importlib.util
 import sys
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
-             "warmup_stable_decay")     # of transformers.get_scheduler
+CHOICES = dict(
+    loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk",), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
+    gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb"),
+    dtype=("auto", "bfloat16", "float16", "float32"),
+    lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
+                       "inverse_sqrt", "warmup_stable_decay"))     # of transformers.get_scheduler
 
 
 class ConfigError(Exception):
@@ -46,7 +49,7 @@ class Config:
     chat_template_kwargs: dict | None = None
 
     # The vLLM server
-    vllm_server_base_url: str = "http://localhost:8000"
+    vllm_server_base_url: str | list = "http://localhost:8000"      # several: a list, or with commas between
     vllm_server_timeout: float = 1800.0
 
     # Objective
@@ -84,7 +87,10 @@ class Config:
     bf16: bool | None = None                      # None: on a GPU, unless fp16 is set
     fp16: bool = False
     tf32: bool | None = None
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool | str = True      # or "selective": attention and products are kept, the rest recomputed
+    torch_compile: bool = False                   # of each decoder layer; set it on GPUs
+    torch_compile_backend: str | None = None      # None: inductor
+    torch_compile_mode: str | None = None
     use_cpu: bool = False
     ddp_timeout: int = 1800
     seed: int = 42
@@ -108,7 +114,7 @@ class Config:
     weight_sync_backend: str = "disk"             # the server reads a folder that train.py writes
     loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
     centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
-    attention_backend: str = "auto"               # flex, sdpa, or auto: flex on a GPU, else sdpa
+    attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else triton; sdpa on a CPU
 
     def __post_init__(self):
         for rule, sentence in self._rules():
@@ -131,26 +137,26 @@ class Config:
         yield not self.restricted_sampling or self.top_k > 0, "top_p < 1 and min_p > 0 need top_k too, which bounds the candidate set vLLM records."
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         yield 0 <= low <= 1 <= high, f"vllm_importance_sampling_clip_min={low} and _max={high} must enclose 1, the ratio of an unchanged policy."
-        yield self.loss_normalization in ("micro_batch", "step"), f"loss_normalization={self.loss_normalization!r} must be 'micro_batch' or 'step'."
-        yield self.weight_sync_backend == "disk", f"weight_sync_backend={self.weight_sync_backend!r} must be 'disk'."
-        yield self.attention_backend in ("auto", "flex", "sdpa"), f"attention_backend={self.attention_backend!r} must be auto, flex or sdpa."
-        yield self.optim in ("adamw_torch_fused", "adamw_torch", "sgd"), f"optim={self.optim!r} must be adamw_torch_fused, adamw_torch or sgd."
-        yield self.dtype in ("auto", "bfloat16", "float16", "float32"), f"dtype={self.dtype!r} must be auto, bfloat16, float16 or float32."
+        for name, choices in CHOICES.items():
+            yield getattr(self, name) in choices, f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, choices))}."
+        yield len(self.server_urls) == 1 or not self.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
         yield not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other: set one."
-        yield self.report_to in ("none", "wandb"), f"report_to={self.report_to!r} must be 'none' or 'wandb'."
         yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
         yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."
-        yield self.lr_scheduler_type in SCHEDULES, f"lr_scheduler_type={self.lr_scheduler_type!r} must be one of {', '.join(SCHEDULES)}."
         decays = self.lr_scheduler_type not in ("constant", "constant_with_warmup")
         yield not decays or self.max_steps > 0, f"lr_scheduler_type={self.lr_scheduler_type!r} decays over a number of steps that only max_steps can give: set it."
-        warms = self.warmup_steps and self.lr_scheduler_type == "constant"
-        yield not warms, "lr_scheduler_type='constant' has no warm-up: use 'constant_with_warmup' with warmup_steps."
+        yield not (self.warmup_steps and self.lr_scheduler_type == "constant"), "lr_scheduler_type='constant' has no warm-up: use 'constant_with_warmup' with warmup_steps."
         yield self.warmup_steps >= 1 or not self.warmup_steps or self.max_steps > 0, "warmup_steps below 1 is a share of max_steps: set max_steps."
 
     @property
     def reward_functions(self) -> list[Callable]:
         funcs = self.reward_funcs
         return [] if funcs is None else list(funcs) if isinstance(funcs, (list, tuple)) else [funcs]
+
+    @property
+    def server_urls(self) -> list[str]:
+        urls = self.vllm_server_base_url
+        return [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
 
     @property
     def restricted_sampling(self) -> bool:
@@ -182,8 +188,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def _parse_override(cls: type[Config], text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    key = key.removeprefix("--")
+    key, equals, value = text.removeprefix("--").partition("=")
     names = [field.name for field in fields(cls)]
     if not equals:
         raise ConfigError(f"{text!r} is not an override: write key=value.")
@@ -194,13 +199,14 @@ def _parse_override(cls: type[Config], text: str) -> tuple[str, object]:
 
 
 def _parse_value(key: str, text: str, declared) -> object:
-    choices = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+    choices = typing.get_args(declared) or (declared,)
     if type(None) in choices and text.lower() == "none":
         return None
     kind = next(choice for choice in choices if choice is not type(None))
     try:
         if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            known = {"true": True, "1": True, "false": False, "0": False}
+            return known.get(text.lower(), text) if str in choices else known[text.lower()]
         if kind in (int, float, str):
             return kind(text)
         value = ast.literal_eval(text)

@@ -1,12 +1,17 @@
 """The policy: load, shard, and the forward that turns a packed row into log-probs."""
+from contextlib import nullcontext
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import attention
+import deltanet
 from config import Config, ConfigError
 from loss import Candidates, fused_logprobs
 from packing import Row, Sample, pack_row
@@ -15,22 +20,26 @@ from packing import Row, Sample, pack_row
 class Policy(nn.Module):
     """A causal language model whose forward scores the loss terms of a row instead of returning logits."""
 
-    def __init__(self, lm: nn.Module, temperature: float, backend: str, aux_loss_coef: float = 0.0):
+    def __init__(self, lm: nn.Module, temperature: float, backend: str, aux_loss_coef: float = 0.0, keep_logits: int = 0):
         super().__init__()
-        self.lm, self.temperature, self.backend = lm, temperature, backend
-        self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        self.lm, self.temperature, self.backend, self.keep_logits = lm, temperature, backend, keep_logits
+        self.compute_weights = nullcontext()     # entered around forward and backward
+        text = lm.config.get_text_config()
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        self.windows = {None, getattr(text, "sliding_window", None)}
+        self.recurrent = bool(deltanet.layers(lm))
         self.aux_loss_coef = aux_loss_coef       # 0: router logits are not asked for
-        self.experts_per_token = lm.config.get_text_config().num_experts_per_tok if aux_loss_coef else 0
+        self.experts_per_token = text.num_experts_per_tok if aux_loss_coef else 0
 
-    def forward(self, row: dict[str, Tensor], candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """row: the tensors of a packing.Row -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,), router logits (L, N, E)."""
-        tree = attention.TreeMask(row["end"], row["position_ids"], self.backend)
+    def forward(self, row: dict, candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """row: from `to_device` -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,), router logits (L, N, E)."""
+        tree = row["tree"].prepare(self.backend, self.windows, self.recurrent)
         routers = dict(output_router_logits=True) if self.aux_loss_coef else {}
-        out = self.lm.base_model(input_ids=row["input_ids"][None], position_ids=row["position_ids"][None], use_cache=False, tree=tree, **routers)
+        out = self.lm.get_decoder()(input_ids=row["input_ids"][None], position_ids=tree.position_ids[None], use_cache=False, tree=tree, **routers)
         head = self.lm.get_output_embeddings().weight                                   # (V, D)
         logprobs, topk_logprobs, entropy = fused_logprobs(
             out.last_hidden_state[0, row["term_index"]], head, row["targets"], row["topk_ids"],
-            temperature=self.temperature, softcap=self.softcap, candidates=candidates)
+            temperature=self.temperature, softcap=self.softcap, candidates=candidates, keep=self.keep_logits)
         return logprobs, topk_logprobs, entropy, torch.stack(out.router_logits) if routers else None
 
 
@@ -51,17 +60,17 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def load_tokenizer(config: Config):
     """The tokenizer of `config.model`; its chat template is required."""
     revision = (config.model_init_kwargs or {}).get("revision")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code, revision=revision)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(config, error) from error
+    tokenizer = _pretrained(AutoTokenizer, config.model, trust_remote_code=config.trust_remote_code, revision=revision)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{config.model} has no chat template, which conversational prompts need: use an instruction-tuned model.")
     return tokenizer
 
 
-def _not_loaded(config: Config, error: Exception) -> ConfigError:
-    return ConfigError(f"model={config.model!r} could not be loaded, give the id or the folder of a checkpoint: {str(error).splitlines()[0]}")
+def _pretrained(kind: type, name: str, **options):
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model={name!r} could not be loaded, give the id or the folder of a checkpoint: {str(error).splitlines()[0]}") from error
 
 
 def eos_token_ids(config: Config, tokenizer) -> list[int]:
@@ -75,36 +84,54 @@ def eos_token_ids(config: Config, tokenizer) -> list[int]:
 
 
 def load_policy(config: Config, device: torch.device) -> Policy:
-    """The pretrained model with tree attention. Masters are fp32 under mixed precision, else `config.dtype`."""
+    """The pretrained model with tree attention in its text model. Masters are fp32 under mixed precision, else `config.dtype`."""
     attention.register()
     mixed = compute_dtype(config, device) in (torch.bfloat16, torch.float16) and (config.bf16 is not False or config.fp16)
     options = dict(dtype="float32" if mixed else config.dtype, trust_remote_code=config.trust_remote_code) | (config.model_init_kwargs or {})
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation=attention.NAME, **options)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(config, error) from error
+    declared = _pretrained(AutoConfig, config.model, **options)
+    nested = {key: attention.NAME for key in declared.sub_configs if getattr(declared, key, None) is declared.get_text_config()}
+    kind = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    lm = _pretrained(kind, config.model, attn_implementation=nested or attention.NAME, **options)
     refuse_unsupported(config.model, lm)
-    if config.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    lm.train()
+    nn.ParameterList(outside_text(lm)).requires_grad_(False)
+    deltanet.install(lm)
+    lm.eval()                                # no dropout, no router noise: the server has none
     try:
-        backend = attention.choose_backend(config.attention_backend, device)
+        backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device),
+                                           getattr(lm.config.get_text_config(), "attn_logit_softcapping", None))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Policy(lm, config.temperature, backend, aux_loss_coef(config, lm)).to(device)
+    prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
+                   backend=config.torch_compile_backend, mode=config.torch_compile_mode)
+    return Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing)).to(device)
+
+
+def kept_logits(checkpointing: bool | str) -> int:
+    """Bytes of logits that the head may keep for backward: with checkpointing they would otherwise set the peak."""
+    return 2 << 30 if checkpointing else 8 << 30
+
+
+def outside_text(lm: nn.Module) -> set[nn.Parameter]:
+    """What text never meets in a vision-language model: vision tower, projector. Empty for a language model."""
+    return set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(lm.get_output_embeddings().parameters())
 
 
 def refuse_unsupported(name: str, lm: nn.Module) -> None:
     """Raise ConfigError for an architecture whose log-probs would be wrong."""
     text = lm.config.get_text_config()
-    strange = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention"} | ({"linear_attention"} if deltanet.layers(lm) else set())
+    strange = set(getattr(text, "layer_types", None) or ()) - known
     if strange:
-        raise ConfigError(f"{name} has layers of kind {', '.join(sorted(strange))}, which a packed tree does not support yet.")
+        raise ConfigError(f"{name} has layers of kind {', '.join(sorted(strange))}, which a packed tree does not support.")
+    if not hasattr(lm.get_decoder(), "layers"):
+        raise ConfigError(f"{name} has no `layers` in its decoder, which is how sharding and checkpointing find them: it is not supported.")
+    if any(key.endswith("sinks") for key, _ in lm.named_parameters()):
+        raise ConfigError(f"{name} has attention sinks, which are not supported.")
     scales = [key for key in ("logits_scaling", "logit_scale", "lm_head_multiplier") if getattr(text, key, None) not in (None, 1)]
     if scales:
         raise ConfigError(f"{name} scales its logits ({', '.join(scales)}), which is not supported.")
-    if lm.get_output_embeddings().bias is not None:
-        raise ConfigError(f"{name} has a bias in its output head, which is not supported.")
+    if (head := lm.get_output_embeddings()) is None or head.bias is not None or text.is_encoder_decoder:
+        raise ConfigError(f"{name} has an encoder for its text, no output head, or a bias in its output head, which is not supported.")
 
 
 def aux_loss_coef(config: Config, lm: nn.Module) -> float:
@@ -117,9 +144,48 @@ def aux_loss_coef(config: Config, lm: nn.Module) -> float:
     return config.router_aux_loss_coef
 
 
-def to_device(row: Row, device: torch.device) -> tuple[dict[str, Tensor], Candidates | None]:
-    """The row's arrays as tensors, and its candidate sets in the form the head takes."""
-    tensors = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in vars(row).items() if isinstance(value, np.ndarray)}
+def prepare_layers(lm: nn.Module, checkpointing: bool | str, compiled: bool, broken: bool = False, backend: str | None = None,
+                   mode: str | None = None) -> None:
+    """Activation checkpointing and torch.compile of each decoder layer; layers of a kind share one compilation, for rows of any length.
+
+    Checkpointing comes first, so that the compiler sees what is recomputed; but a recurrent layer breaks its graph, attention does
+    where it is `broken`, and a graph broken inside a checkpoint is not compiled at all. "selective" keeps what attention and
+    products gave and recomputes the rest.
+    """
+    def compile_(forward):
+        return torch.compile(forward, dynamic=True, backend=backend or "inductor", mode=mode) if compiled else forward
+
+    def checkpoint_(forward):
+        return checkpointed(forward, selective=checkpointing == "selective") if checkpointing else forward
+
+    for layer in lm.get_decoder().layers:
+        outside = broken or deltanet.layers(layer)
+        layer.forward = checkpoint_(compile_(layer.forward)) if outside else compile_(checkpoint_(layer.forward))
+
+
+def checkpointed(forward, selective: bool):
+    """`forward` with its activations recomputed in backward; nothing in it is random, so no generator state is kept."""
+    options = dict(context_fn=partial(create_selective_checkpoint_contexts, _keep)) if selective else {}
+
+    def run(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+    return run
+
+
+def _keep(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op.name().rpartition("::")[2] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# By name: the hub's kernels register theirs under a namespace made of a build's hash, and the others may not be loaded.
+KEPT = {"mm", "addmm", "_grouped_mm", "attention", "_flash_attn_forward", "flex_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+def to_device(row: Row, device: torch.device) -> tuple[dict, Candidates | None]:
+    """The row's arrays as tensors, its `tree`, and its candidate sets in the form the head takes."""
+    arrays = {name: value for name, value in vars(row).items() if isinstance(value, np.ndarray) and not name.startswith("segment_")}
+    tensors: dict = dict(zip(arrays, attention.to_device(list(arrays.values()), device)))
+    tensors["tree"] = attention.Tree(tensors.pop("end"), tensors.pop("position_ids"), row.segment_start, row.segment_parent)
     if row.candidate_ids is None:
         return tensors, None
     counts = tensors["candidate_counts"]
@@ -133,8 +199,8 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
         trained, n = np.arange(3, len(ids), dtype=np.int32), len(ids) - 3
         return Sample(np.array(ids, np.int32), trained, np.zeros(n, np.float32), np.empty((n, 0), np.int32), np.empty((n, 0), np.float32), 0.0, 0, 0)
     first, second = sample([1, 2, 3, 4, 5, 6, 7]), sample([1, 2, 3, 8, 9, 10, 11])
-    multiple = 1 if policy.backend == "sdpa" else 128
-    with torch.no_grad():
+    multiple = 1 if policy.backend == "sdpa" else attention.MULTIPLE
+    with torch.no_grad(), policy.compute_weights:
         packed, alone = (policy(to_device(pack_row(samples, multiple), device)[0])[0] for samples in ([first, second], [second]))
     difference = (packed[4:] - alone).abs().max().item()
     if not difference <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.25):          # 8 bits of logits of size 20
@@ -142,19 +208,90 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
                           "layer does not follow the tree: this architecture is not supported.")
 
 
+class ComputeCopies:
+    """Mixed precision on one device: while entered, the modules hold copies in `dtype`; gradients arrive in the fp32 masters' `grad`.
+
+    FSDP does the same over ranks. On one it would copy each weight five times and each gradient three times a step.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype):
+        self.groups, copies = [], {}
+        for module in (*policy.lm.get_decoder().layers, policy):
+            masters = [p for p in module.parameters() if p.requires_grad and p not in copies]
+            if masters:                                          # none of a frozen layer
+                self.groups.append(CopyGroup(masters, dtype))
+                copies |= zip(masters, self.groups[-1].copies)
+        self.slots = [(module, name, p, copies[p]) for module in policy.modules() for name, p in module._parameters.items() if p in copies]
+
+    def __enter__(self) -> None:
+        for group in self.groups:
+            group.fill()
+        for module, name, _, copy in self.slots:
+            module._parameters[name] = copy
+
+    def __exit__(self, *error) -> None:
+        for module, name, master, _ in self.slots:
+            module._parameters[name] = master
+        for group in self.groups:
+            group.flush()
+
+
+class CopyGroup:
+    """The copies of some parameters in one buffer, freed as soon as all their gradients are complete: fp32 gradients take its place."""
+
+    def __init__(self, masters: list[nn.Parameter], dtype: torch.dtype):
+        starts = np.cumsum([0] + [-(-p.numel() // 64) * 64 for p in masters]).tolist()
+        self.masters, self.buffer = masters, masters[0].new_empty(starts[-1], dtype=dtype)
+        self.copies = [nn.Parameter(self.buffer[start:start + p.numel()].view_as(p)) for start, p in zip(starts, masters)]
+        self.nbytes, self.complete = self.buffer.nbytes, 0
+        for copy in self.copies:
+            copy.register_post_accumulate_grad_hook(self._count)
+        self.buffer.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        self.buffer.untyped_storage().resize_(self.nbytes)
+        torch._foreach_copy_(self.copies, self.masters)
+
+    def _count(self, copy: nn.Parameter) -> None:
+        self.complete += 1
+        if self.complete == len(self.copies):
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add the copies' gradients to the masters', together: one by one it takes twice as long."""
+        arrived = [(master, copy) for master, copy in zip(self.masters, self.copies) if copy.grad is not None]
+        first = [(master, copy) for master, copy in arrived if master.grad is None]
+        for master, copy in arrived:
+            if master.grad is not None:
+                master.grad += copy.grad
+        for master, _ in first:
+            master.grad = torch.empty_like(master)
+        if first:
+            torch._foreach_copy_([master.grad for master, _ in first], [copy.grad for _, copy in first])
+        for _, copy in arrived:
+            copy.grad = None
+        self.complete = 0
+        self.buffer.untyped_storage().resize_(0)
+
+
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:
-    """FSDP2: one unit a decoder layer, the rest (embedding, norm, head, tied or not) in the root unit.
+    """FSDP2: one unit a decoder layer, the rest (embedding, norm, head, tied or not) in the root unit, a vision tower in none. One rank needs none.
 
     Gradients are *summed* over ranks, in fp32 (fp64 for fp64): the loss already carries the global denominator.
     """
+    for p in (p for p in policy.parameters() if not p.requires_grad):
+        p.data = p.data.to(dtype)                                # frozen, so it needs no master
+    if mesh.size() == 1:
+        if any(p.dtype != dtype for p in policy.parameters()):
+            policy.compute_weights = ComputeCopies(policy, dtype)
+        return policy
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
-    for layer in policy.lm.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in (*policy.lm.get_decoder().layers, policy):
+        fully_shard(unit, mesh=mesh, mp_policy=mixed, ignored_params=outside_text(policy.lm))
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     return policy
 
 

@@ -7,4 +7,5 @@ config = Config(
     train_dataset="trl-lib/DeepMath-103K",
     reward_funcs=accuracy_reward,
     vllm_max_model_length=4096,
+    torch_compile=True,
 )

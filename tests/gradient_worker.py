@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import tiny_config, tiny_lm, tiny_moe             # noqa: E402
@@ -16,6 +17,10 @@ from loss import Objective                                      # noqa: E402
 from model import Policy, load_policy, shard                    # noqa: E402
 from packing import plan_micro_batch                            # noqa: E402
 from train import forward_backward, make_step, scatter_step     # noqa: E402
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", update=False):
@@ -34,13 +39,13 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
         plan = make_step(config, [rows for rows, _ in planned], 0, budget)
     group = dist.group.WORLD if world > 1 else None
     _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9).full_tensor().reshape(1)
+    norm = full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9)).reshape(1)
     norms = [torch.empty_like(norm) for _ in range(world)]
     dist.all_gather(norms, norm)
     metrics, terms, loss = stats.reduce(Objective(), group)
     if update:
         torch.optim.SGD(policy.parameters(), lr=1.0).step()
-    values = {name: (p if update else p.grad).full_tensor().detach().clone() for name, p in policy.lm.named_parameters()}
+    values = {name: full(p if update else p.grad).detach().clone() for name, p in policy.lm.named_parameters()}
     return dict(values=values, terms=terms, loss=loss, norms=[n.item() for n in norms], metrics=metrics,
                 trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
 
