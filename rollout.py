@@ -5,6 +5,7 @@ numbers. The process loads the same config file by path, so nothing of the confi
 """
 import asyncio
 import ctypes
+import inspect
 import itertools
 import json
 import math
@@ -17,18 +18,19 @@ import traceback
 import uuid
 from dataclasses import dataclass, field, replace
 
-import aiohttp
 import numpy as np
 
+from client import LoadCap, Servers, route
 from config import Config, ConfigError, load_config
 from data import load_rows, prompt_order
 from metrics import Window
 from packing import Sample
-from rewards import call_rewards, reward_name
+from rewards import call_rewards, reward_names
 from tools import TurnRecord, render, turns_to_samples
 
-RETRY_SECONDS = 25.0     # how long one request is retried while the server cannot be reached
 SCORE_QUEUE_SIZE = 16    # groups waiting to be scored before generation is held back
+SCORERS = 16             # groups scored at once, when every reward function is async: a sync one may not be safe in two threads
+SILENT_GROUPS = 50, 1000         # groups in a row without two different rewards: when to warn, when to stop
 
 
 @dataclass
@@ -53,6 +55,8 @@ class RolloutGroup:
     completions: list[list[dict]]
     completions_ids: list[list[int]]
     completions_sequences: list[list[Sample]]
+    tool_call_counts: list[int]
+    tool_failure_counts: list[int]
     model_version: int                   # when the group's first rollout started
     group_id: int
     row_index: int
@@ -70,15 +74,18 @@ class Shared:
     failure: object                      # Queue of (sentence for the user or None, traceback)
     version: object                      # Value: the current model version
     allowance: object                    # Value: tokens that may be queued or in progress
-    consumed: object                     # Value: tokens of the samples taken from the queue so far
+    consumed: object                     # Value: tokens of the samples whose step the trainer has begun, or that it dropped
     heartbeat: object                    # Value: time.monotonic() of the event loop's last sign of life
+    lost: object                         # Array: how often the rollout process took each server out
+    restored: object                     # Array: that number when the trainer last gave each its weights; equal: the server is in use
     stop: object                         # Event
 
     @classmethod
-    def create(cls) -> "Shared":
+    def create(cls, num_servers: int = 1) -> "Shared":
         spawn = multiprocessing.get_context("spawn")
-        return cls(spawn.Queue(), spawn.Queue(), spawn.Queue(), spawn.Value("q", 0), spawn.Value("q", 0), spawn.Value("q", 0),
-                   spawn.Value("d", time.monotonic()), spawn.Event())
+        return cls(spawn.Queue(), spawn.Queue(), spawn.Queue(), *(spawn.Value("q", 0, lock=False) for _ in range(3)),
+                   spawn.Value("d", time.monotonic(), lock=False), spawn.Array("q", num_servers, lock=False),
+                   spawn.Array("q", num_servers, lock=False), spawn.Event())     # one writer each: a lock could die with its holder
 
 
 class AsyncRolloutLoop:
@@ -88,13 +95,14 @@ class AsyncRolloutLoop:
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
         self.metrics = Window()
-        self.url = config.vllm_server_base_url.rstrip("/")
+        self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics)
+        self.cap = LoadCap(config.max_concurrent_rollouts)
+        self.groups_at = [0] * len(config.server_urls)   # unfinished groups of each server
         self.seeds = itertools.count((config.seed % 2**23 << 40) + start_group * config.num_generations)
-        self.slots = asyncio.Semaphore(config.max_concurrent_rollouts)
         self.generating = 0              # rollouts started or about to be
-        self.running = 0                 # rollouts in flight
         self.reserved_groups = 0         # groups started and not yet scored
         self.submitted = 0               # tokens put into the sample queue
+        self.silent_groups = 0           # scored in a row without two different rewards
         self.finished_rollouts, self.finished_tokens = 0, 0
 
     # Hooks: what a custom run overrides
@@ -122,9 +130,7 @@ class AsyncRolloutLoop:
         sampling = dict(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0,
                         max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=next(self.seeds),
                         stop_token_ids=self.eos_token_ids, detokenize=False)
-        version = self.shared.version.value
-        reply = await self._post("/inference/v1/generate", dict(model=config.model, token_ids=prompt_ids, sampling_params=sampling))
-        turn = _parse_turn(reply, prompt_ids, version)
+        turn = await self.servers.generate(prompt_ids, sampling)
         if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned:
             self.warned = True
             print("warning: the server does not return the candidate sets of top_k, top_p and min_p, so log-probs are normalised over the whole "
@@ -151,12 +157,13 @@ class AsyncRolloutLoop:
     async def run(self) -> None:
         """Generate until every epoch's prompts are resolved (or for ever with max_steps), then mark the end of the queue."""
         self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
-        timeout = aiohttp.ClientTimeout(total=self.config.vllm_server_timeout)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.session:
+        async with self.servers:
             try:
                 await self.setup()
                 async with asyncio.TaskGroup() as tasks:
-                    background = [tasks.create_task(self._beat()), tasks.create_task(self._score_forever())]
+                    scorers = SCORERS if all(map(inspect.iscoroutinefunction, self.config.reward_functions)) else 1
+                    background = [tasks.create_task(work) for work in (
+                        self._beat(), self.servers.watch(self.cap, self.max_model_len), *(self._score_forever() for _ in range(scorers)))]
                     await self._generate_all(tasks)
                     await self.score_queue.join()
                     for task in background:
@@ -170,7 +177,7 @@ class AsyncRolloutLoop:
     async def _beat(self) -> None:
         while True:
             self.shared.heartbeat.value = time.monotonic()
-            self.metrics.add("rollout/concurrency", self.running)
+            self.metrics.add_all({"rollout/concurrency": self.cap.running, "rollout/concurrency_cap": self.cap.limit})
             await asyncio.sleep(0.5)
 
     async def _generate_all(self, tasks: asyncio.TaskGroup) -> None:
@@ -184,7 +191,7 @@ class AsyncRolloutLoop:
                     raise ConfigError(f"filter_prompt rejected every prompt of epoch {epoch - 1}: no batch can reach the trainer; loosen it.")
             if group_id % len(self.dataset) == 0:
                 admitted = 0
-            if group_id >= total:
+            if group_id >= total or self.silent_groups >= SILENT_GROUPS[1]:
                 break
             row = self.dataset[row_index]
             if not self.filter_prompt(row_index, row, epoch):
@@ -203,13 +210,13 @@ class AsyncRolloutLoop:
         started = time.monotonic()
         while not self._may_start():
             await asyncio.sleep(0.01)
-            if self.generating >= self.config.max_concurrent_rollouts:
+            if self.generating >= self.cap.limit:
                 started = time.monotonic()           # that limit is not backpressure
         if (waited := time.monotonic() - started) > 0.005 and self.finished_rollouts:
             self.metrics.add("rollout/backpressure_s", waited)
 
     def _may_start(self) -> bool:
-        if self.generating >= self.config.max_concurrent_rollouts:
+        if self.generating >= self.cap.limit:
             return False
         queued = self.submitted - self.shared.consumed.value
         if self.reserved_groups == 0 and queued == 0:
@@ -223,33 +230,50 @@ class AsyncRolloutLoop:
         config, version = self.config, self.shared.version.value
         # Every rollout gets its own copy of the prompt: none may see what another appended.
         prompts = [json.loads(json.dumps(row["prompt"])) for _ in range(config.num_generations)]
-        rollouts = await asyncio.gather(*(self._run_rollout(prompt, group_id) for prompt in prompts))
-        columns = {name: [value] * config.num_generations for name, value in row.items() if name != "prompt"}
+        self.servers.choose(self.groups_at)
+        at = route.get()[0]
+        self.groups_at[at] += 1
+        results = await asyncio.gather(*(self._run_rollout(prompt, group_id) for prompt in prompts))
+        self.groups_at[at] -= 1
+        if not any(isinstance(result, Rollout) for result in results):
+            raise results[0]
+        prompts = [prompt for prompt, result in zip(prompts, results) if isinstance(result, Rollout)]
+        rollouts = [result for result in results if isinstance(result, Rollout)]
+        columns = {name: [value] * len(rollouts) for name, value in row.items() if name != "prompt"}
         sequences = []
         for rollout in rollouts:
             samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)
             self.metrics.add("sampling/invalid_logprob_count", invalid)
             if invalid and not samples:
-                raise ConfigError(f"{self.url}/inference/v1/generate returned no usable log-prob for any token of a rollout (prompt {row_index}): "
-                                  "the server's logits are broken; check its dtype and weights.")
+                raise ConfigError(f"the server returned no usable log-prob for any token of a rollout (prompt {row_index}): its logits are broken; "
+                                  "check its dtype and weights.")
             sequences.append(samples)
         self._record_rollouts(rollouts, sequences)
         group = RolloutGroup(prompts, columns, [r.completion for r in rollouts], [r.completion_ids for r in rollouts], sequences,
-                             version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
+                             [r.tool_call_count for r in rollouts], [r.tool_failure_count for r in rollouts], version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
         started = time.monotonic()
         await self.score_queue.put(group)
         self.metrics.add("rollout/score_block_s", time.monotonic() - started)
 
-    async def _run_rollout(self, prompt: list[dict], group_id: int) -> Rollout:
-        async with self.slots:
-            self.running += 1
-            started = time.monotonic()
-            try:
-                return await self.generate_one(prompt, [], group_id)
-            finally:
-                self.running -= 1
-                self.generating -= 1
-                self.metrics.add("rollout/duration_s", time.monotonic() - started)
+    async def _run_rollout(self, prompt: list[dict], group_id: int) -> Rollout | BaseException:
+        """The rollout, or what it raised: one that fails is left out of its group and counted. A ConfigError ends the run."""
+        try:
+            async with self.cap:
+                started = time.monotonic()
+                try:
+                    return await self.generate_one(prompt, [], group_id)
+                finally:
+                    self.metrics.add("rollout/duration_s", time.monotonic() - started)
+        except ConfigError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if asyncio.current_task().cancelling():
+                raise
+            self.metrics.add("rollout/failed_count", 1)
+            print(f"a rollout of group {group_id} failed and is left out: {type(error).__name__}: {error}", flush=True)
+            return error
+        finally:
+            self.generating -= 1
 
     async def _score_forever(self) -> None:
         while True:
@@ -274,6 +298,9 @@ class AsyncRolloutLoop:
         self._record_rewards(group, by_func, kept)
         self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
+        self.silent_groups = 0 if kept else self.silent_groups + 1
+        if self.silent_groups in SILENT_GROUPS:
+            self._warn_of_silence(group)
         if not kept:
             return
         now = time.monotonic()
@@ -281,6 +308,13 @@ class AsyncRolloutLoop:
             for sample in samples:
                 self.submitted += len(sample.input_ids)
                 self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now))
+
+    def _warn_of_silence(self, group: RolloutGroup) -> None:
+        scored = group.rewards[~np.isnan(group.rewards)]
+        cause = f"every rollout of the last one was rewarded {scored[0]:g}" if len(scored) > 1 else "the reward functions return None"
+        end = ", so generation ends: " if self.silent_groups == SILENT_GROUPS[1] else ", so nothing is trained: "
+        print(f"warning: {self.silent_groups} groups in a row had no two different rewards ({cause}){end}the task is solved, too hard, or never "
+              "credited; read a few completions (log_completions=True).", flush=True)
 
     def _record_rollouts(self, rollouts: list[Rollout], sequences: list[list[Sample]]) -> None:
         """Metrics known once a group is generated; lengths count generated tokens."""
@@ -300,8 +334,9 @@ class AsyncRolloutLoop:
         self.generated_tokens += sum(lengths)
 
     def _record_rewards(self, group: RolloutGroup, by_func: np.ndarray, kept: bool) -> None:
-        for func, values in zip(self.config.reward_functions, by_func):
-            self.metrics.add_each(f"rewards/{reward_name(func)}/mean", values)
+        names = reward_names(self.config.reward_functions)
+        for name, values in zip(names, by_func):
+            self.metrics.add_each(f"rewards/{name}/mean", values)
         scored = group.rewards[~np.isnan(group.rewards)]
         self.metrics.add_each("reward", scored)
         self.metrics.add("frac_reward_zero_std", float(not kept))
@@ -312,9 +347,9 @@ class AsyncRolloutLoop:
         for reward, weight in zip(group.rewards, weights):
             self.metrics.add("reward_kept", reward, weight)
         self.metrics.add("reward_group_std", group.rewards[scorable(group)].std(), sum(weights))
-        for func, values in zip(self.config.reward_functions, by_func):
+        for name, values in zip(names, by_func):
             if not np.isnan(values).all():
-                self.metrics.add(f"rewards/{reward_name(func)}/group_std", np.nanstd(values), sum(weights))
+                self.metrics.add(f"rewards/{name}/group_std", np.nanstd(values), sum(weights))
 
     generated_tokens, reported_at, warned = 0, None, False
 
@@ -326,26 +361,6 @@ class AsyncRolloutLoop:
             self.generated_tokens, self.reported_at = 0, now
         self.shared.metrics.put((self.metrics.drain(), table if self.config.log_completions else []))
 
-    async def _post(self, path: str, body: dict) -> dict:
-        """The server's JSON reply. Retries connection errors, time-outs, 429 and 5xx for RETRY_SECONDS; another 4xx fails at once."""
-        deadline, delay = math.inf, 0.25
-        while True:
-            try:
-                async with self.session.post(self.url + path, json=body) as response:
-                    if response.status == 200:
-                        return json.loads(await response.read())
-                    problem = f"{response.status}: {(await response.text())[:500]}"
-                    if response.status < 500 and response.status != 429:
-                        raise ConfigError(f"the vLLM server at {self.url} refused a request ({problem})")
-            except (aiohttp.ClientError, asyncio.TimeoutError, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            deadline = min(deadline, time.monotonic() + RETRY_SECONDS)     # from the first failure: a reply itself may take longer
-            if time.monotonic() + delay > deadline:
-                raise ConfigError(f"the vLLM server at {self.url} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
-            self.metrics.add("rollout/vllm_retry_count", 1)
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, 5.0)
-
 
 def scorable(group: RolloutGroup) -> np.ndarray:
     """(G,) bool: rollouts with a reward and a trained token."""
@@ -356,28 +371,6 @@ def has_signal(group: RolloutGroup) -> bool:
     """Two scorable rollouts with different rewards: by max and min, since the std of equal floats can round above 0."""
     rewards = group.rewards[scorable(group)]
     return len(rewards) >= 2 and rewards.max() > rewards.min()
-
-
-def _parse_turn(reply: dict, prompt_ids: list[int], version: int) -> TurnRecord:
-    """A /inference/v1/generate reply. The version is that of the oldest token where the server tells, else the one at the request."""
-    choice = reply["choices"][0]
-    content = choice["logprobs"]["content"]
-    told = [int(part["version"]) for part in choice.get("weight_versions") or [] if part["version"].isdigit()]
-    ids = choice["token_ids"]
-    return TurnRecord(prompt_ids=prompt_ids, output_ids=ids,
-                      output_log_probs=[_logprob(entry) if _token_id(entry) == token else None for entry, token in zip(content, ids)],
-                      output_sampler_logprobs=[{_token_id(top): _logprob(top) for top in entry["top_logprobs"]} for entry in content],
-                      output_sampling_mask=choice.get("sampling_mask"), model_version=min(told, default=version))
-
-
-def _token_id(entry: dict) -> int:
-    return entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))   # before vLLM 0.32: as text
-
-
-def _logprob(entry: dict) -> float | None:
-    """None where vLLM has none: it writes -9999 for a missing value or −inf, which JSON cannot hold."""
-    value = entry["logprob"]
-    return None if value is None or value <= -9999 else value
 
 
 def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:

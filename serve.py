@@ -33,7 +33,7 @@ def cpu_threads() -> int:
 
 def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     """(argv, environment variables to add) of the server."""
-    url, on_cpu = urlparse(config.vllm_server_base_url), device_type(config) == "cpu"
+    url, on_cpu = urlparse(config.server_urls[0]), device_type(config) == "cpu"
     dtype = compute_dtype(config, torch.device(device_type(config)))       # the trainer's: a gap in precision biases every ratio
     cli = ["vllm"] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else [*cli, "serve", config.model]
@@ -63,8 +63,8 @@ class Server:
     """A vLLM server this process owns; it dies with the process, however that dies. Its output goes to output_dir/vllm.log."""
     def __init__(self, config: Config):
         argv, extra = server_command(config)
-        if _answers(config.vllm_server_base_url):
-            raise ConfigError(f"launch_server=True, but something already answers at {config.vllm_server_base_url}: stop it, or set launch_server=False to use it.")
+        if answers(config.server_urls[0]):
+            raise ConfigError(f"launch_server=True, but something already answers at {config.server_urls[0]}: stop it, or set launch_server=False to use it.")
         self.log = Path(config.output_dir) / "vllm.log"
         with self.log.open("w") as out:              # prctl 1 is Linux's PR_SET_PDEATHSIG
             self.process = subprocess.Popen(argv, env=os.environ | extra, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
@@ -90,17 +90,17 @@ class Server:
                 return
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
-        return requests.get(f"{url.rstrip('/')}/health", timeout=5).status_code == 200
+        return requests.get(f"{url}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
 
 
 def wait_for_server(config: Config, server: Server | None) -> None:
-    """Return once /health answers; raise ConfigError when a server of ours exits or vllm_server_timeout runs out."""
-    url, started, next_word = config.vllm_server_base_url, time.monotonic(), 0.0
-    while not _answers(url):
+    """Return once /health of all answers; raise ConfigError when a server of ours exits or vllm_server_timeout runs out."""
+    started, next_word = time.monotonic(), 0.0
+    while url := next((url for url in config.server_urls if not answers(url)), None):
         if server:
             server.check()
         waited = time.monotonic() - started
@@ -113,9 +113,8 @@ def wait_for_server(config: Config, server: Server | None) -> None:
         time.sleep(0.5)
 
 
-def check_server(config: Config) -> int:
+def check_server(config: Config, url: str) -> int:
     """The server's max_model_len. Raises ConfigError when it does not serve what the config says."""
-    url = config.vllm_server_base_url.rstrip("/")
     reply = requests.get(f"{url}/v1/models", timeout=30)
     if reply.status_code != 200:
         raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {reply.status_code}): correct vllm_server_base_url.")

@@ -1,9 +1,11 @@
 """Weights to the server. A version number is given out only after the server has confirmed that version."""
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import requests
 import torch
 import torch.distributed as dist
@@ -15,21 +17,24 @@ from transformers.core_model_loading import revert_weight_conversion
 from config import Config
 from metrics import Window
 from model import Policy
+from serve import answers
 
 
-def gathered_weights(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
-    """On rank 0, full CPU tensors of every parameter in `dtype` and every persistent buffer, under the checkpoint's names; else empty.
+def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False) -> dict[str, Tensor]:
+    """On rank 0, full CPU tensors of what is trained, or with `frozen` of everything, under the checkpoint's names; else empty.
 
-    A collective: every rank gathers the same tensors in the same order. Tied parameters come once; the trainer's own weights keep
-    their dtype. Nothing stays on the device.
+    Parameters come in `dtype`, tied ones once, and persistent buffers as they are. A collective: every rank gathers the same tensors
+    in the same order. The trainer's own weights keep their dtype, and nothing stays on the device.
     """
-    persistent, weights = policy.lm.state_dict().keys(), {}
-    buffers = ((name, buffer) for name, buffer in policy.lm.named_buffers() if name in persistent)
-    for name, tensor in chain(((name, p.to(dtype)) for name, p in policy.lm.named_parameters()), buffers):
+    lm, weights = policy.lm, {}
+    persistent, wanted = lm.state_dict().keys(), set((lm if frozen else lm.get_decoder()).buffers())
+    parameters = ((name, p.to(dtype)) for name, p in lm.named_parameters() if frozen or p.requires_grad)
+    buffers = ((name, buffer) for name, buffer in lm.named_buffers() if name in persistent and buffer in wanted)
+    for name, tensor in chain(parameters, buffers):
         full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         if dist.get_rank() == 0:
             weights[name] = full.cpu()
-    return revert_weight_conversion(policy.lm, weights) if weights else weights   # transformers fuses experts in memory
+    return revert_weight_conversion(lm, weights) if weights else weights   # transformers fuses experts in memory
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
@@ -37,41 +42,78 @@ def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", metadata=dict(format="pt"))
 
 
-class DiskSync:
-    """The server reloads a folder that rank 0 writes, so both must see the same path."""
+UNREACHABLE = "it cannot be reached"
+RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
 
-    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype):
-        self.policy, self.dtype, self.timeout = policy, dtype, config.vllm_server_timeout
-        self.url = config.vllm_server_base_url.rstrip("/")
+
+class DiskSync:
+    """The servers reload a folder that rank 0 writes, so all must see the same path.
+
+    One that fails while another succeeds is out of use until a later sync finds it answering; see client.Servers.
+    """
+
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server=lambda: None):
+        self.check_server, self.retries = check_server, 0
+        self.policy, self.dtype, self.timeout, self.urls, self.shared = policy, dtype, config.vllm_server_timeout, config.server_urls, shared
         self.folder = Path(config.output_dir).resolve() / ".weights"
         self.rank = dist.get_rank()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def push(self, version: int, window: Window) -> None:
-        """Write, pause the server with its requests kept, reload, resume. Raises RuntimeError naming the phase that failed.
-
-        Writing happens before the pause. Caches of the old weights are dropped after the reload, before the resume.
-        """
+        """Write, then let every server load. Raises RuntimeError naming the phase that failed when no server has the new weights."""
         started = time.monotonic()
         weights = gathered_weights(self.policy, self.dtype)
         if self.rank == 0:
             target = self.folder / f"version_{version}"
             self._write(weights, target)
-            paused = time.monotonic()
-            self._post("pause", "/pause?mode=keep")
-            loading = time.monotonic()
-            self._post("reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
-            self._post("reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
-            self._post("version", "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
-            window.add("perf/weight_sync_transfer_s", time.monotonic() - loading + paused - started)
-            window.add("perf/weight_sync_pause_s", loading - paused)
-            self._post("resume", "/resume")
+            written = time.monotonic()
+            with ThreadPoolExecutor(len(self.urls)) as threads:
+                outcomes = list(threads.map(lambda server: self._load(server, target, version), range(len(self.urls))))
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            if len(failures) == len(self.urls):
+                raise failures[0]
+            paused, loading = np.max([outcome for outcome in outcomes if not isinstance(outcome, Exception)], axis=0)
+            window.add("perf/weight_sync_transfer_s", loading + written - started)
+            window.add_all({"perf/weight_sync_pause_s": paused, "perf/weight_sync_retry_count": self.retries})
+            self.retries = 0
             shutil.rmtree(target)
         waiting = time.monotonic()
         dist.barrier()
         window.add("perf/weight_sync_barrier_s", time.monotonic() - waiting)
         window.add("perf/weight_sync_s", time.monotonic() - started)
+
+    def _load(self, server: int, target: Path, version: int) -> tuple[float, float] | RuntimeError:
+        """Seconds until one server was paused, and until it had loaded; or what went wrong."""
+        url, lost = self.urls[server], self.shared.lost[server] if self.shared else 0
+        in_use = not self.shared or self.shared.restored[server] == lost
+        try:
+            if not in_use and not answers(url):
+                raise RuntimeError(f"{url} does not answer")
+            times = self._reload(url, target, version)
+        except RuntimeError as error:
+            if in_use and len(self.urls) > 1:
+                print(f"out of use: {error}", flush=True)
+            if self.shared:
+                self.shared.restored[server] = -1
+            return error
+        if self.shared:
+            self.shared.restored[server] = lost             # as it was before: lost once more meanwhile, it stays out
+        if not in_use:
+            print(f"the server at {url} is back, with the weights of version {version}", flush=True)
+        return times
+
+    def _reload(self, url: str, target: Path, version: int) -> tuple[float, float]:
+        """Pause with the requests kept, reload, drop what the old weights cached, resume."""
+        started = time.monotonic()
+        self._post("pause", url, "/pause?mode=keep")
+        loading = time.monotonic()
+        self._post("reload", url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
+        self._post("reset of the prefix cache", url, "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
+        self._post("version", url, "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
+        loaded = time.monotonic()
+        self._post("resume", url, "/resume")
+        return loading - started, loaded - loading
 
     def _write(self, weights: dict[str, Tensor], target: Path) -> None:
         """A folder appears whole or not at all."""
@@ -80,12 +122,23 @@ class DiskSync:
         write_weights(weights, partial)
         partial.rename(target)
 
-    def _post(self, phase: str, path: str, body: dict | None = None, optional: bool = False) -> None:
-        try:
-            reply = requests.post(self.url + path, json=body, timeout=self.timeout)
-            done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
-            problem = None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
-        except requests.RequestException as error:
-            problem = str(error)
+    def _post(self, phase: str, url: str, path: str, body: dict | None = None, optional: bool = False) -> None:
+        """Every phase may be repeated, so an only server that cannot be reached is given RETRY_SECONDS."""
+        deadline = time.monotonic() + (RETRY_SECONDS if len(self.urls) == 1 else 0)
+        while (problem := self._try(url, path, body, optional)) is UNREACHABLE and time.monotonic() < deadline:
+            self.check_server()
+            self.retries += 1
+            time.sleep(1)
         if problem:
-            raise RuntimeError(f"weight sync failed in its phase '{phase}' at {self.url} ({problem}); the server may stay paused: restart it.")
+            raise RuntimeError(f"weight sync failed in its phase '{phase}' at {url} ({problem}); the server may stay paused: restart it.")
+
+    def _try(self, url: str, path: str, body: dict | None, optional: bool) -> str | None:
+        """What went wrong, if anything."""
+        try:
+            reply = requests.post(url + path, json=body, timeout=self.timeout)
+            done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
+            return None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
+        except requests.ConnectionError:
+            return UNREACHABLE
+        except requests.RequestException as error:
+            return str(error)

@@ -1,5 +1,6 @@
 """Chat rendering and turns → samples: what the server sampled becomes what is trained, token for token."""
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -17,6 +18,8 @@ class TurnRecord:
     output_sampling_mask: list[list[int]] | None = None                  # candidate set of each output token; None: whole vocabulary
     output_sampler_logprobs: list[dict[int, float]] | None = None        # sampler's top log-probs by token id
     model_version: int = 0                                               # of the oldest output token
+    mean_version: float = 0.0                                            # over the output tokens
+    version_told: bool = False                                           # by the server, else the one current at the request
 
 
 def render(tokenizer, messages: list[dict], chat_template_kwargs: dict | None = None) -> list[int]:
@@ -62,17 +65,21 @@ def _run_to_sample(run: list[TurnRecord], top_k: int, group_id: int, rollout_id:
         input_ids=np.array(run[-1].prompt_ids + run[-1].output_ids, np.int32), trained_index=np.array(index, np.int32),
         sampler_logprobs=np.array(logprobs, np.float32), topk_ids=ids, topk_logprobs=values, advantage=0.0, group_id=group_id,
         version=min(turn.model_version for turn in run), rollout_id=rollout_id,
+        mean_version=float(np.average([turn.mean_version for turn in run], weights=[max(len(turn.output_ids), 1) for turn in run])),
         candidate_ids=np.concatenate([np.array(c or [], np.int32) for c in candidates]) if has_sets else None,
         candidate_counts=np.array([len(c or []) for c in candidates], np.int32) if has_sets else None)
     return sample, invalid
 
 
-def _top_arrays(tops: list[dict[int, float]], top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(T, K) ids and log-probs of the K most likely tokens of each dict, -1 and -inf where there are fewer."""
-    ids = np.full((len(tops), top_k), -1, np.int32)
-    values = np.full((len(tops), top_k), -np.inf, np.float32)
-    for t, top in enumerate(tops):
-        best = sorted(((v, i) for i, v in top.items() if v is not None and not np.isnan(v)), reverse=True)[:top_k]
-        if best:
-            values[t, :len(best)], ids[t, :len(best)] = zip(*best)
+def _top_arrays(tops: list[dict[int, float | None]], top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(T, K) ids and log-probs of the K most likely tokens of each dict, -1 and -inf where there are fewer. In arrays: this is done for every token."""
+    ids, values = np.full((len(tops), top_k), -1, np.int32), np.full((len(tops), top_k), -np.inf, np.float32)
+    counts = np.fromiter(map(len, tops), np.int64, len(tops))
+    row = np.repeat(np.arange(len(tops)), counts)
+    found_ids = np.fromiter(chain.from_iterable(tops), np.int64, len(row))
+    found = np.array(list(chain.from_iterable(top.values() for top in tops)), np.float64)       # None becomes NaN, which sorts last
+    order = np.lexsort((-found_ids, -found, row))
+    rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = (rank < top_k) & ~np.isnan(found[order])
+    ids[row[kept], rank[kept]], values[row[kept], rank[kept]] = found_ids[order][kept], found[order][kept]
     return ids, values

@@ -1,4 +1,4 @@
-"""The sampling endpoint of a vLLM server, on a thread of its own, with a fault for any request number."""
+"""The endpoints of a vLLM server that rollouts use, on a thread of its own, with a fault for any request number."""
 import asyncio
 import threading
 
@@ -24,15 +24,24 @@ def by_seed(body):
     return choice([20 + n, 30 + n, EOS], [-0.5, -1.0, -1.5], asked)
 
 
+def as_completion(made):
+    """The same choice as /v1/completions writes it."""
+    content = made["logprobs"]["content"]
+    return dict(index=0, token_ids=made["token_ids"], finish_reason=made["finish_reason"], logprobs=dict(
+        tokens=[f"token_id:{entry['token_id']}" for entry in content], token_logprobs=[entry["logprob"] for entry in content],
+        top_logprobs=[{f"token_id:{top['token_id']}": top["logprob"] for top in entry["top_logprobs"]} for entry in content]))
+
+
 class FakeServer:
     """`with FakeServer() as server:` listens at `server.url` and answers POST /inference/v1/generate with `answer(body)`.
 
     `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
-    those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time.
+    those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
+    is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text.
     """
 
-    def __init__(self, answer=by_seed, faults=None, delay=0.0):
-        self.answer, self.faults, self.delay = answer, faults or {}, delay
+    def __init__(self, answer=by_seed, faults=None, delay=0.0, token_endpoint=True, metrics=None):
+        self.answer, self.faults, self.delay, self.token_endpoint, self.metrics, self.down = answer, faults or {}, delay, token_endpoint, metrics, False
         self.bodies: list[dict] = []
         self.events: list[tuple[str, tuple[int, ...]]] = []
 
@@ -49,25 +58,34 @@ class FakeServer:
         body = await request.json()
         fault = self.faults.get(len(self.bodies))
         self.bodies.append(body)
-        prompt = tuple(body["token_ids"])
+        prompt = tuple(body["token_ids"] if "token_ids" in body else body["prompt"])
         self.events.append(("in", prompt))
         try:
             delay, fault = fault if isinstance(fault, list) else (self.delay, fault)
             await asyncio.sleep(delay)
-            if fault == "close":
+            if fault == "close" or self.down:
                 request.transport.abort()
                 return web.Response()
             if fault == "malformed":
                 return web.Response(text='{"choices": [')
             if fault:
                 return web.Response(status=fault[0], text=fault[1])
-            return web.json_response(dict(choices=[self.answer(body)]))
+            if self.token_endpoint:
+                return web.json_response(dict(choices=[self.answer(body)]))
+            return web.json_response(dict(choices=[as_completion(self.answer(dict(token_ids=body["prompt"], sampling_params=body)))]))
         finally:
             self.events.append(("out", prompt))
 
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        if self.down:
+            request.transport.abort()
+        return web.Response(text=self.metrics or "", status=404 if request.path == "/metrics" and self.metrics is None else 200)
+
     async def _start(self) -> web.AppRunner:
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/generate" if self.token_endpoint else "/v1/completions", self._generate)
+        app.router.add_get("/health", self._get)
+        app.router.add_get("/metrics", self._get)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

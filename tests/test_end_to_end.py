@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from serve import _answers
+from serve import answers
 
 COMMON = ["configs/smollm_cpu.py", "disable_tqdm=true", "max_completion_length=8", "token_budget=96", "max_concurrent_rollouts=16"]
 
@@ -42,7 +42,7 @@ def server(tmp_path_factory, small_model):
     process = subprocess.Popen([sys.executable, "serve.py", COMMON[0], "bf16=false", "vllm_server_base_url=http://127.0.0.1:8171"],
                                cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     deadline = time.monotonic() + 150
-    while not _answers("http://127.0.0.1:8171"):
+    while not answers("http://127.0.0.1:8171"):
         log.seek(0)
         assert process.poll() is None and time.monotonic() < deadline, log.read()[-3000:]
         time.sleep(0.5)
@@ -108,7 +108,7 @@ def test_a_killed_rollout_process_ends_the_run_and_leaves_somebody_elses_server_
     everyone = wait_for_a_step(run, tmp_path / "run")
     next(p for p in everyone if "multiprocessing.spawn import spawn_main" in " ".join(p.cmdline())).kill()
     end_within_30_seconds(run, everyone, "the rollout process died with exit code -9")
-    assert _answers(f"http://127.0.0.1:{server}")
+    assert answers(f"http://127.0.0.1:{server}")
 
 
 def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, small_model):

@@ -10,6 +10,7 @@ import pytest
 from conftest import tiny_config
 from fake_server import EOS, FakeServer, by_seed, choice
 
+import client
 import rollout
 from config import ConfigError
 from metrics import Window
@@ -230,7 +231,7 @@ def test_a_missing_log_prob_is_context_and_counted(server, missing):
 def test_a_rollout_without_any_usable_log_prob_ends_the_run_with_the_servers_address(server):
     server.answer = lambda body: choice([7, EOS], [None, None])
     error = complaint(server, rows(1))
-    assert f"{server.url}/inference/v1/generate" in error and "prompt 0" in error
+    assert "no usable log-prob" in error and "prompt 0" in error
 
 
 def test_no_rollout_sees_what_another_appended_to_its_prompt_and_the_rows_stay_as_they_are(server):
@@ -375,7 +376,7 @@ def test_a_request_the_server_refuses_fails_at_once_with_the_servers_words(serve
 
 
 def test_a_server_that_stays_away_ends_the_run_with_its_address(server, monkeypatch):
-    monkeypatch.setattr(rollout, "RETRY_SECONDS", 0.4)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.4)
     server.faults = {n: (503, "engine is dead") for n in range(100)}
     error = complaint(server, rows(1))
     assert server.url in error and "engine is dead" in error
@@ -383,13 +384,13 @@ def test_a_server_that_stays_away_ends_the_run_with_its_address(server, monkeypa
 
 
 def test_nobody_listening_ends_the_run_with_the_address(server, monkeypatch):
-    monkeypatch.setattr(rollout, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.1)
     error = complaint(SimpleNamespace(url="http://127.0.0.1:9"), rows(1))
     assert "http://127.0.0.1:9" in error
 
 
 def test_a_connection_lost_after_a_long_generation_is_retried_like_any_other(server, monkeypatch):
-    monkeypatch.setattr(rollout, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.5)
     server.faults = {0: [0.8, "close"]}                         # the time-out is for an absent server, not for a slow reply
     out = drive(server, rows(1))
     assert out.metrics["rollout/vllm_retry_count"] == 1 and len(out.samples) == 4
@@ -545,3 +546,56 @@ def test_a_slow_reward_function_does_not_hold_generation_back(server):
             return one
     out = drive(server, rows(4), Releasing, reward_funcs=slow)
     assert released.is_set() and len(out.samples) == 16 and out.metrics["rollout/score_s"] < 4
+
+
+# A rollout that fails
+
+class Failing(AsyncRolloutLoop):
+    """Rollouts number `which` (in the order they begin) raise `error`."""
+
+    which, error, begun = (), RuntimeError, 0
+
+    async def generate_one(self, prompt, tools, group_id=0):
+        number, self.begun = self.begun, self.begun + 1
+        rollout = await super().generate_one(prompt, tools, group_id)
+        if number in self.which:
+            raise self.error("broken tool")
+        return rollout
+
+
+def failing(*which, error=RuntimeError):
+    return type("Chosen", (Failing,), dict(which=which, error=error))
+
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, asyncio.TimeoutError])
+def test_a_rollout_that_fails_is_left_out_counted_and_its_group_scored_from_the_others(server, k, error, capsys):
+    """A CancelledError that leaks from a tool's time-out is a failure too, not the end of the process."""
+    out = drive(server, rows(3), failing(k, error=error), reward_funcs=lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids])
+    assert len(out.groups[0]) == 3 and len(out.groups[1]) == len(out.groups[2]) == 4
+    rewards = np.array([sample.reward for sample in out.groups[0]])
+    assert [s.advantage for s in out.groups[0]] == pytest.approx(list((rewards - rewards.mean()) / (rewards.std() + 1e-8)))
+    assert out.metrics["rollout/failed_count"] == 1 and "broken tool" in capsys.readouterr().out
+    assert (out.loop.generating, out.loop.reserved_groups, out.loop.cap.running, out.loop.groups_at) == (0, 0, 0, [0])
+
+
+def test_reward_columns_are_trimmed_to_the_rollouts_that_are_left(server):
+    seen = []
+
+    def record(prompts, completions, completion_ids, flat, **columns):
+        seen.append((len(prompts), len(completions), len(completion_ids), len(flat)))
+        return [float(ids[0]) for ids in completion_ids]
+    drive(server, rows(2, flat=[0, 1]), failing(1, 2), reward_funcs=record)
+    assert seen == [(2,) * 4, (4,) * 4]
+
+
+def test_a_group_with_one_rollout_left_is_dropped_and_gives_its_allowance_back(server):
+    out = drive(server, rows(3), failing(0, 1, 2))
+    assert 0 not in out.groups and len(out.groups) == 2 and out.loop.reserved_groups == 0
+    assert out.loop.submitted == out.shared.consumed.value == sum(len(s.input_ids) for s in out.samples)
+
+
+def test_a_group_of_which_every_rollout_fails_ends_the_run_with_the_cause(server):
+    with pytest.raises(ExceptionGroup) as caught:
+        drive(server, rows(3), failing(*range(4)))
+    assert isinstance(caught.value.exceptions[0], RuntimeError) and "broken tool" in str(caught.value.exceptions[0])

@@ -70,7 +70,8 @@ def fake_vllm():
 
 
 def test_a_matching_server_gives_its_length(fake_vllm):
-    assert check_server(fake_vllm()) == 256
+    config = fake_vllm()
+    assert check_server(config, config.server_urls[0]) == 256
 
 
 @pytest.mark.parametrize("changes,words", [
@@ -84,7 +85,8 @@ def test_a_matching_server_gives_its_length(fake_vllm):
 ])
 def test_a_server_that_serves_something_else_is_refused_with_both_values_and_what_to_run(fake_vllm, changes, words):
     with pytest.raises(ConfigError) as caught:
-        check_server(fake_vllm(**changes))
+        config = fake_vllm(**changes)
+        check_server(config, config.server_urls[0])
     assert all(word in str(caught.value) for word in (*words, "vllm_server_base_url" if "/v1/models" in changes.get("missing", ()) else "python serve.py"))
 
 

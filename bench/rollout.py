@@ -1,0 +1,123 @@
+"""Tokens a second through the rollout loop, beside a bare load generator that sends the same requests and parses nothing.
+
+    python bench/rollout.py configs/x.py [groups=8] [repeats=3] [any option of the config=value …]
+
+Starts the config's server unless one answers. Each repeat runs the whole loop (generation, parsing, scoring, samples pickled into a
+queue that another process empties), then replays its very requests with a plain HTTP client, then once more without log-probs: what
+they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone.
+"""
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import requests
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import client  # noqa: E402
+from config import load_config  # noqa: E402
+from data import load_rows  # noqa: E402
+from model import eos_token_ids, load_tokenizer  # noqa: E402
+from rollout import AsyncRolloutLoop, Shared  # noqa: E402
+from serve import Server, answers, check_server, wait_for_server  # noqa: E402
+
+
+def drain(samples, metrics):
+    while samples.get() is not None:
+        while not metrics.empty():
+            metrics.get()
+
+
+class Loop(AsyncRolloutLoop):
+    """The loop, counting its tokens."""
+
+    tokens = 0
+
+    async def generate_one_turn(self, prompt_ids):
+        turn = await super().generate_one_turn(prompt_ids)
+        self.tokens += len(turn.output_ids)
+        return turn
+
+
+def through_the_loop(config, rows, tokenizer, max_model_len):
+    """(tokens, seconds, CPU seconds, request bodies)"""
+    shared, bodies = Shared.create(), []
+    shared.allowance.value = 1 << 60
+    drainer = multiprocessing.get_context("spawn").Process(target=drain, args=(shared.samples, shared.metrics), daemon=True)
+    drainer.start()
+    loop = Loop(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared)
+    post = client.Servers._post
+
+    async def recording(self, server, path, body):
+        bodies.append((self.urls[server] + path, body))
+        return await post(self, server, path, body)
+    client.Servers._post = recording
+    loop._may_start = lambda: loop.generating < loop.cap.limit           # the server's speed, not the first group's
+    started, cpu = time.perf_counter(), time.process_time()
+    asyncio.run(loop.run())
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    client.Servers._post = post
+    drainer.join()
+    return loop.tokens, seconds, cpu, bodies
+
+
+async def replay(bodies, concurrency):
+    """Seconds for the same requests with nothing parsed."""
+    slots = asyncio.Semaphore(concurrency)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async def send(url, body):
+            async with slots, session.post(url, json=body) as reply:
+                size.append(len(await reply.read()))
+        size: list[int] = []
+        started = time.perf_counter()
+        await asyncio.gather(*(send(url, body) for url, body in bodies))
+        return time.perf_counter() - started, statistics.mean(size)
+
+
+def without_logprobs(bodies):
+    return [(url, body | dict(sampling_params=body["sampling_params"] | dict(logprobs=None))) for url, body in bodies]
+
+
+def main(argv):
+    own = dict(argument.split("=") for argument in argv[1:] if argument.split("=")[0] in ("groups", "repeats"))
+    rest = [argument for argument in argv[1:] if argument.split("=")[0] not in own]
+    groups, repeats = int(own.get("groups", 8)), int(own.get("repeats", 3))
+    config = load_config([argv[0], *rest, "launch_server=false"])
+    rows = load_rows(config.train_dataset, config.train_split)
+    config = load_config([argv[0], *rest, "launch_server=false", "max_steps=-1", f"num_train_epochs={groups / len(rows)}"])
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    server = None if answers(config.server_urls[0]) else Server(config)
+    try:
+        wait_for_server(config, server)
+        run(config, rows, repeats, check_server(config, config.server_urls[0]))
+    finally:
+        if server:
+            server.stop()
+
+
+def run(config, rows, repeats, max_model_len):
+    tokenizer, lines = load_tokenizer(config), []
+    for repeat in range(repeats + 1):                                    # the first warms the server up
+        def fresh():
+            requests.post(config.server_urls[0] + "/reset_prefix_cache", timeout=60)
+        fresh()
+        tokens, seconds, cpu, bodies = through_the_loop(config, rows, tokenizer, max_model_len)
+        fresh()
+        bare, size = asyncio.run(replay(bodies, config.max_concurrent_rollouts))
+        fresh()
+        silent, _ = asyncio.run(replay(without_logprobs(bodies), config.max_concurrent_rollouts))
+        line = dict(bench="rollout", requests=len(bodies), tokens=tokens, loop_tokens_per_s=tokens / seconds, bare_tokens_per_s=tokens / bare,
+                    no_logprobs_tokens_per_s=tokens / silent, over_bare_ratio=bare / seconds, logprobs_ratio=silent / bare,
+                    loop_cpu_ratio=cpu / seconds, loop_cpu_us_per_token=1e6 * cpu / tokens, reply_kb=size / 1e3)
+        print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}), flush=True)
+        lines += [line] if repeat else []
+    medians = {key: statistics.median(line[key] for line in lines) for key in lines[0] if not isinstance(lines[0][key], (str, int))}
+    print(json.dumps(dict(bench="rollout_median", repeats=repeats, **{key: round(value, 3) for key, value in medians.items()})), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,290 @@
+"""HTTP to the vLLM servers: which one serves a group, how many rollouts they can take, and what their replies mean."""
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import aiohttp
+import msgspec
+
+from config import Config, ConfigError
+from metrics import Window
+from tools import TurnRecord
+
+RETRY_SECONDS = 25.0     # how long one request is retried while no server can serve it
+POLL_SECONDS = 5.0       # between two looks at /metrics
+route: ContextVar[list[int]] = ContextVar("route")       # the server of the group that this task belongs to, in a list of one
+
+
+class Unreachable(Exception):
+    """A request that another attempt may serve: no connection, no whole reply in time, 429 or 5xx."""
+
+
+class Servers:
+    """The servers of a run. All of a group's requests go to one, which then computes its prompt once.
+
+    A server that no longer answers is taken out, and its requests are sent again to another. The trainer puts it back once it has
+    given it the current weights: `lost[i]` counts how often this process took server i out, and it is in use while `restored[i]`,
+    which the trainer writes, is the same number.
+    """
+
+    def __init__(self, config: Config, urls: list[str], lost, restored, version: Callable[[], int], metrics: Window):
+        self.config, self.urls, self.lost, self.restored, self.version, self.metrics = config, urls, lost, restored, version, metrics
+        self.requests = [0] * len(urls)                  # in flight
+        self.token_endpoint = [True] * len(urls)         # /inference/v1/generate, until it answers 404
+        self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
+
+    async def __aenter__(self) -> "Servers":
+        timeout = aiohttp.ClientTimeout(total=self.config.vllm_server_timeout)
+        self.session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.session.close()
+
+    def in_use(self) -> list[int]:
+        return [i for i in range(len(self.urls)) if self.lost[i] == self.restored[i]]
+
+    def choose(self, load: list[int]) -> None:
+        """Route this task, and those it starts, to the server with the least load; `load` counts each server's groups."""
+        usable = self.in_use() or range(len(self.urls))
+        route.set([min(usable, key=lambda i: (load[i], self.requests[i]))])
+
+    async def generate(self, prompt_ids: list[int], sampling: dict) -> TurnRecord:
+        """One turn. Retried with back-off for RETRY_SECONDS from the first failure, each retry counted; a 4xx fails at once."""
+        at = route.get([0])
+        deadline, delay = math.inf, 0.25
+        while True:
+            usable, server, version = self.in_use(), at[0], self.version()
+            if server in usable:
+                self.requests[server] += 1
+                try:
+                    return await self._request(server, prompt_ids, sampling, version)
+                except Unreachable as error:
+                    problem = str(error)
+                finally:
+                    self.requests[server] -= 1
+                self.metrics.add("rollout/vllm_retry_count", 1)
+                usable = await self._usable_after(server, problem)
+            else:
+                problem = "no server has the current weights"
+            if others := [i for i in usable if i != server]:
+                at[0] = min(others, key=lambda i: self.requests[i]) if server not in usable else server
+                if at[0] != server:
+                    continue
+            deadline = min(deadline, time.monotonic() + RETRY_SECONDS)     # from the first failure: a reply itself may take longer
+            if time.monotonic() + delay > deadline:
+                raise ConfigError(f"the vLLM server at {self.urls[server]} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 5.0)
+
+    async def _usable_after(self, server: int, problem: str) -> list[int]:
+        """The servers in use, without this one if it is down and there is another."""
+        others = [i for i in self.in_use() if i != server]
+        if others and server in self.in_use() and not await self._healthy(server):
+            self._take_out(server, problem)
+        return self.in_use()
+
+    def _take_out(self, server: int, problem: str) -> None:
+        if server in self.in_use():
+            self.lost[server] += 1
+            print(f"the vLLM server at {self.urls[server]} is taken out ({problem}); it is taken back by the next weight sync that finds it answering.",
+                  flush=True)
+
+    async def _healthy(self, server: int) -> bool:
+        try:
+            async with self.session.get(self.urls[server] + "/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+    async def _request(self, server: int, prompt_ids: list[int], sampling: dict, version: int) -> TurnRecord:
+        common = dict(model=self.config.model)
+        try:
+            if self.token_endpoint[server]:
+                reply = await self._post(server, "/inference/v1/generate", common | dict(token_ids=prompt_ids, sampling_params=sampling))
+                if reply is not None:
+                    turn = parse_generate(reply, prompt_ids, version)
+                    self._check_told(server, turn)
+                    return turn
+                self.token_endpoint[server] = False
+            asked = {name: value for name, value in sampling.items() if name != "detokenize"}
+            asked |= dict(prompt=prompt_ids, return_tokens_as_token_ids=True, return_token_ids=True)      # two ids can share one string
+            reply = await self._post(server, "/v1/completions", common | asked)
+        except msgspec.DecodeError as error:
+            raise Unreachable(f"a broken reply: {error}") from error
+        if reply is None:
+            raise ConfigError(f"the server at {self.urls[server]} offers neither /inference/v1/generate nor /v1/completions: is it vLLM?")
+        return parse_completion(reply, prompt_ids, version)
+
+    def _check_told(self, server: int, turn: TurnRecord) -> None:
+        """A server that told the version of its tokens and does so no more was started anew, with its checkpoint's weights."""
+        if self.tells[server] and not turn.version_told:
+            self.tells[server] = False
+            self._take_out(server, "it was started anew and lost the trained weights")
+            raise Unreachable("it was started anew and lost the trained weights")
+        self.tells[server] = self.tells[server] or turn.version_told
+
+    async def _post(self, server: int, path: str, body: dict) -> bytes | None:
+        """The reply's body; None where the server has no such path."""
+        try:
+            async with self.session.post(self.urls[server] + path, json=body) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return content
+        words = content.decode(errors="replace")[:500]
+        if response.status == 404 and "model" not in words:              # else: a model it does not serve
+            return None
+        if response.status >= 500 or response.status == 429:
+            raise Unreachable(f"{response.status}: {words}")
+        raise ConfigError(f"the vLLM server at {self.urls[server]} refused a request ({response.status}: {words})")
+
+    async def watch(self, cap: "LoadCap", max_model_len: int) -> None:
+        """Follow the servers' load with the cap, for as long as some server has /metrics."""
+        preempted = {}
+        while loads := [load for load in await asyncio.gather(*(self._load(i) for i in self.in_use())) if load]:
+            if cap.size is None:
+                cap.start(sum(load["kv_tokens"] for load in loads) // max_model_len)
+            usage, running, waiting = max(load["usage"] for load in loads), sum(load["running"] for load in loads), sum(load["waiting"] for load in loads)
+            cap.update(usage, waiting)
+            self.metrics.add_all({"rollout/vllm_kv_cache_usage_frac": usage, "rollout/vllm_running_requests": running,
+                                  "rollout/vllm_queued_requests": waiting})
+            for load in loads:
+                self.metrics.add("rollout/vllm_preemption_count", max(load["preempted"] - preempted.get(load["server"], load["preempted"]), 0))
+                preempted[load["server"]] = load["preempted"]
+            await asyncio.sleep(POLL_SECONDS)
+        cap.start(cap.most)
+
+    async def _load(self, server: int) -> dict | None:
+        try:
+            async with self.session.get(self.urls[server] + "/metrics", timeout=aiohttp.ClientTimeout(total=POLL_SECONDS)) as reply:
+                return dict(server=server, **parse_metrics(await reply.text())) if reply.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return None
+
+
+class LoadCap:
+    """How many rollouts may run at once: what fits into the servers' KV cache at full length to begin with, then what their load allows."""
+
+    def __init__(self, most: int):
+        self.most, self.size, self.running, self.finished = most, None, 0, 0
+        self.changed = asyncio.Condition()
+
+    @property
+    def limit(self) -> int:
+        return self.most if self.size is None else self.size
+
+    def start(self, fitting: int) -> None:
+        self.size = min(max(fitting, 1), self.most)
+
+    def update(self, usage: float, waiting: float) -> None:
+        """Once a poll. It grows only after a cap's worth of rollouts has shown what the cap does, and shrinks only once it is obeyed."""
+        if usage > 0.8 and self.running <= self.size:
+            self.size = max(int(self.size * 0.7), 1)
+        elif usage < 0.6 and waiting == 0 and self.finished >= self.size:
+            self.size, self.finished = min(math.ceil(self.size * 1.25), self.most), 0
+
+    async def __aenter__(self) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.running < self.limit)
+            self.running += 1
+
+    async def __aexit__(self, *error) -> None:
+        self.running -= 1
+        self.finished += 1
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """What /metrics says of load, over engines: usage the largest, the rest summed. kv_tokens: what the KV cache holds."""
+    def values(name):
+        return [float(value) for value in re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)]
+    caches = [[re.search(rf'{label}="(\d+)"', labels) for label in ("num_gpu_blocks", "block_size")]
+              for labels in re.findall(r"^vllm:cache_config_info{([^}]*)}", text, re.MULTILINE)]
+    return dict(usage=max(values("kv_cache_usage_perc"), default=0.0), running=sum(values("num_requests_running")),
+                waiting=sum(values("num_requests_waiting")), preempted=sum(values("num_preemptions_total")),
+                kv_tokens=sum(int(blocks[1]) * int(size[1]) for blocks, size in caches if blocks and size))
+
+
+class _Top(msgspec.Struct):
+    logprob: float | None = None
+    token_id: int | None = None
+    token: str | None = None             # before vLLM 0.32 "token_id:N"
+
+    @property
+    def id(self) -> int:
+        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
+
+
+class _Entry(_Top):
+    top_logprobs: list[_Top] = []
+
+
+class _Content(msgspec.Struct):
+    content: list[_Entry]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int = 0
+    end: int = 0
+
+
+class _Generated(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Content
+    weight_versions: list[_Span] | None = None
+    sampling_mask: list[list[int]] | None = None
+
+
+class _GenerateReply(msgspec.Struct):
+    choices: list[_Generated]
+
+
+class _CompletionLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _Completed(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _CompletionLogprobs
+
+
+class _CompletionReply(msgspec.Struct):
+    choices: list[_Completed]
+
+
+_generate, _completion = msgspec.json.Decoder(_GenerateReply), msgspec.json.Decoder(_CompletionReply)   # typed: four times as fast as json.loads
+
+
+def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:
+    """A /inference/v1/generate reply. Versions are those of its tokens where the server tells, else the one at the request."""
+    choice = _generate.decode(reply).choices[0]
+    entries, ids = choice.logprobs.content, choice.token_ids
+    told = [(int(span.version), max(span.end - span.start, 1)) for span in choice.weight_versions or [] if span.version.isdigit()]
+    spans = told or [(version, 1)]
+    return TurnRecord(prompt_ids=prompt_ids, output_ids=ids,
+                      output_log_probs=[_number(entry.logprob) if entry.id == token else None for entry, token in zip(entries, ids)],
+                      output_sampler_logprobs=[{top.id: _number(top.logprob) for top in entry.top_logprobs} for entry in entries],
+                      output_sampling_mask=choice.sampling_mask, model_version=min(v for v, _ in spans), version_told=bool(told),
+                      mean_version=sum(v * n for v, n in spans) / sum(n for _, n in spans))
+
+
+def parse_completion(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:
+    """A /v1/completions reply with token ids as keys; such a server tells no versions."""
+    choice = _completion.decode(reply).choices[0]
+    tops = choice.logprobs.top_logprobs or [{}] * len(choice.token_ids)
+    return TurnRecord(prompt_ids=prompt_ids, output_ids=choice.token_ids, output_log_probs=[_number(value) for value in choice.logprobs.token_logprobs],
+                      output_sampler_logprobs=[{int(key.removeprefix("token_id:")): _number(value) for key, value in (top or {}).items()} for top in tops],
+                      model_version=version, mean_version=version)
+
+
+def _number(value: float | None) -> float | None:
+    """None where vLLM has none: it writes -9999 for a missing value or −inf, which JSON cannot hold."""
+    return None if value is None or value <= -9999 else value

@@ -1,0 +1,273 @@
+"""Requests to one or several servers: what goes out, what comes back, who serves whom, and what happens when one fails."""
+import asyncio
+import json
+import time
+from array import array
+
+import client
+import pytest
+from client import LoadCap, Servers, parse_completion, parse_generate, parse_metrics
+from conftest import tiny_config
+from fake_server import EOS, FakeServer, as_completion, choice
+
+from config import ConfigError
+from metrics import Window
+
+SAMPLING = dict(temperature=1.0, max_tokens=8, logprobs=3, seed=1, detokenize=False)
+
+
+def made(*servers, **changes):
+    """The client of these servers, and its metrics."""
+    window = Window()
+    config = tiny_config(vllm_server_base_url=[server.url for server in servers], **changes)
+    lost, restored = array("q", [0] * len(servers)), array("q", [0] * len(servers))
+    return Servers(config, config.server_urls, lost, restored, lambda: 3, window), window
+
+
+def ask(servers, prompts=((1, 2),), before=lambda servers: None):
+    """One turn for each prompt, at once."""
+    async def work():
+        async with servers:
+            before(servers)
+            return await asyncio.gather(*(servers.generate(list(prompt), SAMPLING) for prompt in prompts))
+    return asyncio.run(work())
+
+
+def body(made_choice):
+    return json.dumps(dict(choices=[made_choice])).encode()
+
+
+def test_the_token_endpoint_and_completions_give_the_same_turn():
+    tokens, text = FakeServer(), FakeServer(token_endpoint=False)
+    with tokens, text:
+        first, second = (ask(made(server)[0])[0] for server in (tokens, text))
+    assert first == second and first.output_ids == [21, 31, EOS] and first.output_log_probs == [-0.5, -1.0, -1.5]
+    assert first.output_sampler_logprobs[0] == {21: -0.5, 22: -1.5, 23: -2.5} and first.model_version == 3
+    asked = text.bodies[0]
+    assert asked["prompt"] == [1, 2] and asked["return_token_ids"] and asked["return_tokens_as_token_ids"] and "detokenize" not in asked
+
+
+def test_a_server_without_the_token_endpoint_is_asked_for_it_once():
+    with FakeServer(token_endpoint=False) as server:
+        servers, window = made(server)
+        ask(servers, [(1,), (2,)])
+        assert servers.token_endpoint == [False] and "rollout/vllm_retry_count" not in window.result()
+        assert len(server.bodies) == 2
+
+
+def test_versions_are_those_of_the_tokens_where_the_server_tells_them():
+    turn = parse_generate(body(choice([5, 6, 7], versions=(2, 2, 5))), [1], version=9)
+    assert (turn.model_version, turn.mean_version, turn.version_told) == (2, 3.0, True)
+    turn = parse_generate(body(choice([5, 6, 7])), [1], version=9)
+    assert (turn.model_version, turn.mean_version, turn.version_told) == (9, 9.0, False)
+    assert parse_completion(body(as_completion(choice([5, 6]))), [1], 4).mean_version == 4
+
+
+def test_ids_written_as_text_are_read_as_ids():
+    text = choice([5], [-1.0])
+    for entry in (text["logprobs"]["content"][0], *text["logprobs"]["content"][0]["top_logprobs"]):
+        entry["token"] = f"token_id:{entry.pop('token_id')}"
+    turn = parse_generate(body(text), [1], 0)
+    assert turn.output_log_probs == [-1.0] and set(turn.output_sampler_logprobs[0]) == {5, 6, 7}
+
+
+@pytest.mark.parametrize("parse,wrap", [(parse_generate, lambda x: x), (parse_completion, as_completion)])
+def test_what_stands_for_a_missing_logprob_is_none(parse, wrap):
+    turn = parse(body(wrap(choice([5, 6, 7], [None, -9999.0, -2.0]))), [1], 0)
+    assert turn.output_log_probs == [None, None, -2.0]
+
+
+@pytest.mark.parametrize("fault", [(503, "busy"), (429, "slow down"), (500, "oops"), "close", "malformed"])
+def test_what_may_pass_is_asked_again_and_counted(fault):
+    with FakeServer(faults={0: fault, 1: fault}) as server:
+        servers, window = made(server)
+        assert ask(servers)[0].output_ids == [21, 31, EOS]
+    assert len(server.bodies) == 3 and window.result()["rollout/vllm_retry_count"] == 2
+
+
+def test_a_request_without_an_answer_in_time_is_asked_again():
+    with FakeServer(faults={0: [5.0, (200, "late")]}) as server:
+        servers, window = made(server, vllm_server_timeout=0.3)
+        assert ask(servers)[0].output_ids == [21, 31, EOS] and window.result()["rollout/vllm_retry_count"] == 1
+
+
+def test_a_refusal_ends_the_run_at_once_with_the_servers_words():
+    with FakeServer(faults={0: (400, "the prompt is longer than the maximum")}) as server:
+        servers, window = made(server)
+        with pytest.raises(ConfigError, match=r"refused a request \(400: the prompt is longer"):
+            ask(servers)
+    assert len(server.bodies) == 1
+
+
+def test_a_server_that_stays_down_ends_the_run_after_one_deadline(monkeypatch):
+    monkeypatch.setattr(client, "RETRY_SECONDS", 1.0)
+    with FakeServer() as server:
+        server.down = True
+        servers, _ = made(server)
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match="has not answered for 1 s"):
+            ask(servers, [(1,)] * 5)
+        assert time.monotonic() - started < 2 and len(server.bodies) <= 5 * 4     # one layer: 0, 0.25, 0.75 s
+
+
+# Several servers
+
+def test_groups_go_to_the_least_loaded_server_and_stay_there():
+    with FakeServer() as first, FakeServer() as second:
+        servers, _ = made(first, second)
+
+        async def group(load):
+            servers.choose(load)
+            await asyncio.gather(*(servers.generate([load[0]], SAMPLING) for _ in range(3)))
+
+        async def work():
+            async with servers:
+                for load in ([0, 1], [2, 1], [1, 1]):
+                    await asyncio.create_task(group(load))
+        asyncio.run(work())
+    assert [b["token_ids"] for b in first.bodies] == [[0]] * 3 + [[1]] * 3 and [b["token_ids"] for b in second.bodies] == [[2]] * 3
+
+
+def test_a_dead_server_is_taken_out_and_its_requests_are_served_by_another(capsys):
+    with FakeServer() as first, FakeServer() as second:
+        first.down = True
+        servers, window = made(first, second)
+        turns = ask(servers, [(1,)] * 4)
+        assert all(turn.output_ids[-1] == EOS for turn in turns) and len(second.bodies) == 4
+        assert servers.in_use() == [1] and list(servers.lost) == [1, 0]
+        first.down = False
+        asked = len(first.bodies)
+        ask(servers, [(1,)] * 4)
+        assert len(first.bodies) == asked, "back, but with which weights? Not before the trainer has given it the current ones"
+        servers.restored[0] = servers.lost[0]
+        ask(servers, [(1,)] * 4)
+        assert len(first.bodies) == asked + 4
+    assert capsys.readouterr().out.count("is taken out") == 1
+
+
+def test_a_passing_fault_takes_no_server_out():
+    with FakeServer(faults={0: (503, "busy")}) as first, FakeServer() as second:
+        servers, _ = made(first, second)
+        ask(servers)
+        assert servers.in_use() == [0, 1] and len(first.bodies) == 2 and not second.bodies
+
+
+def test_with_no_server_left_in_use_the_run_ends(monkeypatch):
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.6)
+    with FakeServer() as first, FakeServer() as second:
+        first.down = second.down = True
+        servers, _ = made(first, second)
+        with pytest.raises(ConfigError, match="has not answered"):
+            ask(servers)
+        servers.restored[0] = servers.restored[1] = -1
+        with pytest.raises(ConfigError, match="no server has the current weights"):
+            ask(servers)
+
+
+def test_a_server_started_anew_is_found_by_what_it_no_longer_tells(monkeypatch):
+    """It answers again, with its checkpoint's weights: its tokens must not pass for those of the current version."""
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.3)
+    told = [(7, 7), ()]
+    with FakeServer(answer=lambda b: choice([5, EOS], versions=told.pop(0) if len(told) > 1 else told[0])) as server:
+        servers, _ = made(server)
+        assert ask(servers)[0].model_version == 7
+        with pytest.raises(ConfigError, match="lost the trained weights|no server has the current weights"):
+            ask(servers)
+
+
+# Load
+
+METRICS = """# HELP vllm:kv_cache_usage_perc KV-cache usage
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:num_preemptions_total{engine="0",model_name="m"} 5.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 1.0
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="50"} 1.0
+"""
+
+
+def test_the_load_is_the_largest_usage_and_sums_over_engines():
+    assert parse_metrics(METRICS) == dict(usage=0.5, running=7, waiting=2, preempted=6, kv_tokens=2400)
+    assert parse_metrics("") == dict(usage=0, running=0, waiting=0, preempted=0, kv_tokens=0)
+
+
+def test_the_cap_starts_at_what_fits_and_follows_the_rules():
+    cap = LoadCap(100)
+    assert cap.limit == 100
+    cap.start(40)
+    cap.update(0.1, 0)
+    assert cap.limit == 40, "no cap's worth of rollouts has finished"
+    cap.finished = 40
+    cap.update(0.1, 1)
+    assert cap.limit == 40, "requests wait"
+    cap.update(0.6, 0)
+    assert cap.limit == 40
+    cap.update(0.59, 0)
+    assert (cap.limit, cap.finished) == (50, 0)
+    cap.update(0.59, 0)
+    assert cap.limit == 50, "once a cap's worth"
+    cap.update(0.81, 0)
+    assert cap.limit == 35
+    cap.running = 50
+    cap.update(0.95, 0)
+    assert cap.limit == 35, "the cut has not taken effect yet"
+    for _ in range(20):
+        cap.finished, cap.running = 10**6, 0
+        cap.update(0.0, 0)
+    assert cap.limit == 100
+    for _ in range(40):
+        cap.update(0.9, 5)
+    assert cap.limit == 1
+
+
+def test_a_cap_lets_no_more_run_and_wakes_those_that_wait():
+    async def work():
+        cap, most = LoadCap(8), 0
+        cap.start(2)
+
+        async def rollout():
+            nonlocal most
+            async with cap:
+                most = max(most, cap.running)
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*(rollout() for _ in range(9)))
+        return most, cap.running, cap.finished
+    assert asyncio.run(work()) == (2, 0, 9)
+
+
+def test_watching_sets_the_cap_and_logs_the_load(monkeypatch):
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
+    with FakeServer(metrics=METRICS) as first, FakeServer(metrics=METRICS) as second:
+        servers, window = made(first, second)
+
+        async def work():
+            cap = LoadCap(512)
+            async with servers:
+                watching = asyncio.create_task(servers.watch(cap, max_model_len=100))
+                await asyncio.sleep(0.2)
+                first.metrics = METRICS.replace("num_preemptions_total{engine=\"0\",model_name=\"m\"} 5.0", "num_preemptions_total{engine=\"0\",model_name=\"m\"} 8.0")
+                await asyncio.sleep(0.2)
+                watching.cancel()
+            return cap.limit
+        assert asyncio.run(work()) == 48
+    logged = window.result()
+    assert logged["rollout/vllm_kv_cache_usage_frac"] == 0.5 and logged["rollout/vllm_running_requests"] == 14
+    assert logged["rollout/vllm_queued_requests"] == 4 and logged["rollout/vllm_preemption_count"] == 3
+
+
+def test_without_metrics_the_cap_is_the_option():
+    with FakeServer() as server:
+        servers, _ = made(server)
+
+        async def work():
+            cap = LoadCap(7)
+            async with servers:
+                await servers.watch(cap, 100)
+            return cap.limit
+        assert asyncio.run(work()) == 7
