@@ -144,9 +144,12 @@ class Servers:
         raise ConfigError(f"the vLLM server at {self.urls[server]} refused a request ({response.status}: {words})")
 
     async def watch(self, cap: "LoadCap", max_model_len: int) -> None:
-        """Follow the servers' load with the cap, for as long as some server has /metrics."""
+        """Follow the servers' load with the cap, if some server has /metrics."""
         preempted = {}
-        while loads := [load for load in await asyncio.gather(*(self._load(i) for i in self.in_use())) if load]:
+        while (loads := [load for load in await asyncio.gather(*(self._load(i) for i in self.in_use())) if load]) or cap.size is not None:
+            if not loads:                        # busy, or taken out: not the moment to let everything run
+                await asyncio.sleep(POLL_SECONDS)
+                continue
             if cap.size is None:
                 cap.start(sum(load["kv_tokens"] for load in loads) // max_model_len)
             usage, running, waiting = max(load["usage"] for load in loads), sum(load["running"] for load in loads), sum(load["waiting"] for load in loads)

@@ -236,7 +236,8 @@ class AsyncRolloutLoop:
         results = await asyncio.gather(*(self._run_rollout(prompt, group_id) for prompt in prompts))
         self.groups_at[at] -= 1
         if not any(isinstance(result, Rollout) for result in results):
-            raise results[0]
+            # Not the error itself: a CancelledError would end this task without a word, and the group would keep its allowance for ever.
+            raise RuntimeError(f"every rollout of group {group_id} failed: {type(results[0]).__name__}: {results[0]}") from results[0]
         prompts = [prompt for prompt, result in zip(prompts, results) if isinstance(result, Rollout)]
         rollouts = [result for result in results if isinstance(result, Rollout)]
         columns = {name: [value] * len(rollouts) for name, value in row.items() if name != "prompt"}
@@ -298,9 +299,10 @@ class AsyncRolloutLoop:
         self._record_rewards(group, by_func, kept)
         self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
-        self.silent_groups = 0 if kept else self.silent_groups + 1
-        if self.silent_groups in SILENT_GROUPS:
-            self._warn_of_silence(group)
+        if self.silent_groups < SILENT_GROUPS[1]:        # from there on generation has ended, whatever the groups under way give
+            self.silent_groups = 0 if kept else self.silent_groups + 1
+            if self.silent_groups in SILENT_GROUPS:
+                self._warn_of_silence(group)
         if not kept:
             return
         now = time.monotonic()
@@ -310,8 +312,9 @@ class AsyncRolloutLoop:
                 self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now))
 
     def _warn_of_silence(self, group: RolloutGroup) -> None:
-        scored = group.rewards[~np.isnan(group.rewards)]
-        cause = f"every rollout of the last one was rewarded {scored[0]:g}" if len(scored) > 1 else "the reward functions return None"
+        rewards = group.rewards[scorable(group)]
+        cause = (f"every rollout of the last one was rewarded {rewards[0]:g}" if len(rewards) > 1 else "the reward functions return None"
+                 if np.isnan(group.rewards).all() else "fewer than two rollouts of the last one have a reward and a trained token")
         end = ", so generation ends: " if self.silent_groups == SILENT_GROUPS[1] else ", so nothing is trained: "
         print(f"warning: {self.silent_groups} groups in a row had no two different rewards ({cause}){end}the task is solved, too hard, or never "
               "credited; read a few completions (log_completions=True).", flush=True)

@@ -20,10 +20,10 @@ from model import Policy
 from serve import answers
 
 
-def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False) -> dict[str, Tensor]:
+def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False) -> dict[str, Tensor]:
     """On rank 0, full CPU tensors of what is trained, or with `frozen` of everything, under the checkpoint's names; else empty.
 
-    Parameters come in `dtype`, tied ones once, and persistent buffers as they are. A collective: every rank gathers the same tensors
+    Parameters come in `dtype`, tied ones once (or under `every_name`), and persistent buffers as they are. A collective: every rank gathers the same tensors
     in the same order. The trainer's own weights keep their dtype, and nothing stays on the device.
     """
     lm, weights = policy.lm, {}
@@ -34,6 +34,11 @@ def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False) -
         full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         if dist.get_rank() == 0:
             weights[name] = full.cpu()
+    if every_name:
+        first = {}
+        for name, p in lm.named_parameters(remove_duplicate=False):
+            if first.setdefault(p, name) in weights and name not in weights:
+                weights[name] = weights[first[p]].clone()
     return revert_weight_conversion(lm, weights) if weights else weights   # transformers fuses experts in memory
 
 
@@ -56,6 +61,7 @@ class DiskSync:
         self.check_server, self.retries = check_server, 0
         self.policy, self.dtype, self.timeout, self.urls, self.shared = policy, dtype, config.vllm_server_timeout, config.server_urls, shared
         self.folder = Path(config.output_dir).resolve() / ".weights"
+        self.on_cpu = next(policy.parameters()).device.type == "cpu"
         self.rank = dist.get_rank()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -63,7 +69,7 @@ class DiskSync:
     def push(self, version: int, window: Window) -> None:
         """Write, then let every server load. Raises RuntimeError naming the phase that failed when no server has the new weights."""
         started = time.monotonic()
-        weights = gathered_weights(self.policy, self.dtype)
+        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu)      # vLLM on a CPU keeps a copy of a tied head
         if self.rank == 0:
             target = self.folder / f"version_{version}"
             self._write(weights, target)

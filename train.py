@@ -40,9 +40,10 @@ from data import load_rows
 from feed import RolloutFeed
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, print_completions, seconds
-from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, shard, to_device
+from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
 from packing import Row, Sample, pack_row, plan_micro_batch
 from serve import Server, check_server, cpu_threads, wait_for_server
+from shard import shard
 from sync import DiskSync
 
 

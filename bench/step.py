@@ -23,8 +23,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import attention  # noqa: E402
 from loss import Objective  # noqa: E402
-from model import Policy, kept_logits, prepare_layers, shard  # noqa: E402
+from model import Policy, kept_logits, prepare_layers  # noqa: E402
 from packing import Sample, pack_row  # noqa: E402
+from shard import shard  # noqa: E402
 from train import Share, forward_backward  # noqa: E402
 
 SHAPES = {"0.6B": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),

@@ -14,8 +14,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import tiny_config, tiny_lm, tiny_moe             # noqa: E402
 
 from loss import Objective                                      # noqa: E402
-from model import Policy, load_policy, shard                    # noqa: E402
+from model import Policy, load_policy                           # noqa: E402
 from packing import plan_micro_batch                            # noqa: E402
+from shard import shard                                         # noqa: E402
 from train import forward_backward, make_step, scatter_step     # noqa: E402
 
 

@@ -5,6 +5,7 @@ import torch
 from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
 
 import attention
+import deltanet
 from config import ConfigError
 from loss import Objective, load_balancing_loss
 from model import Policy, aux_loss_coef, check_packing, refuse_unsupported
@@ -86,19 +87,21 @@ def test_top_tokens_and_entropy_come_from_the_position_that_predicts_the_target(
 
 
 def test_a_model_whose_layers_do_not_follow_the_tree_is_refused():
-    """A Qwen3.5 hybrid's recurrent layers run across sibling branches: named when loaded, and found by the check of any model."""
+    """A Qwen3.5 hybrid's recurrent layers as transformers runs them, across sibling branches: found by the check of any model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
     attention.register()
     config = Qwen3_5TextConfig(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                                linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, initializer_range=0.5)
     config._attn_implementation = attention.NAME
     lm = Qwen3_5ForCausalLM(config)
-    with pytest.raises(ConfigError, match="linear_attention, which a packed tree does not support"):
-        refuse_unsupported("m", lm)
     with pytest.raises(ConfigError, match="some layer does not follow the tree"):
         check_packing(Policy(lm, 1.0, "sdpa"), torch.device("cpu"), torch.float32)
-    check_packing(Policy(tiny_lm(), 1.0, "sdpa"), torch.device("cpu"), torch.float32)
-    check_packing(Policy(tiny_moe(), 1.0, "sdpa"), torch.device("cpu"), torch.float32)
+    deltanet.install(lm)
+    for followed in (lm, tiny_lm(), tiny_moe()):
+        check_packing(Policy(followed, 1.0, "sdpa"), torch.device("cpu"), torch.float32)
+    lm.config.layer_types = ["full_attention", "conv"]
+    with pytest.raises(ConfigError, match="layers of kind conv, which a packed tree does not support"):
+        refuse_unsupported("m", lm)
 
 
 @pytest.mark.parametrize("name,value", [("logit_scale", 0.25), ("logits_scaling", 8.0)])
