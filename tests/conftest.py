@@ -1,11 +1,15 @@
 """Shared by the tests: tiny models, random samples, and the small real model."""
 import os
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -63,6 +67,50 @@ def tiny_moe(seed=0):
 def tensors_of(row):
     from model import to_device
     return to_device(row, torch.device("cpu"))
+
+
+def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+                     window_size=(-1, -1), softcap=0.0):
+    """Stand-in for the hub's kernels, with their signature: sequence after sequence, the mask aligned to the bottom right.
+
+    q (T, H, D), k and v (U, G, D), cu_seqlens (S + 1,) int32 -> (T, H, D). Computes in fp32 or wider.
+    """
+    wide, outs = torch.promote_types(q.dtype, torch.float32), []
+    for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist())):
+        keys, values = (x[c:d].to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))        # (m, H, D)
+        scores = torch.einsum("ihd,jhd->hij", q[a:b].to(wide), keys) * (softmax_scale or q.shape[-1] ** -0.5)  # (H, n, m)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        ago = torch.arange(d - c - b + a, d - c)[:, None] - torch.arange(d - c)                                # (n, m)
+        left, right = window_size[0], 0 if causal else window_size[1]
+        hidden = (ago > left if left >= 0 else ago < -d) | (-ago > right if right >= 0 else ago < -d)
+        outs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+    return torch.cat(outs).to(q.dtype)
+
+
+class CountOps(TorchDispatchMode):
+    """While entered, counts the operations that run, by name; those whose kept results are reused do not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __getitem__(self, name: str) -> int:
+        return self.counts[name]
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[op.name()] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def hub():
+    """The hub's kernel module as far as attention.py knows: the stand-in under the repository's name."""
+    import attention
+    module = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention._hub_kernels, attention.hub_repository(torch.device("cpu"))[0], module)
+        yield module
 
 
 @pytest.fixture(scope="session")
