@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import count
 
 import aiohttp
 import msgspec
@@ -13,7 +14,8 @@ from config import Config, ConfigError
 from metrics import Window
 from tools import TurnRecord
 
-RETRY_SECONDS = 25.0     # how long one request is retried while no server can serve it
+RETRY_SECONDS = 25.0     # how long requests are retried while a server answers none
+ATTEMPTS = 20            # at one request, while it answers others
 POLL_SECONDS = 5.0       # between two looks at /metrics
 route: ContextVar[list[int]] = ContextVar("route")       # the server of the group that this task belongs to, in a list of one
 
@@ -34,6 +36,7 @@ class Servers:
         self.config, self.urls, self.lost, self.restored, self.version, self.metrics = config, urls, lost, restored, version, metrics
         self.requests = [0] * len(urls)                  # in flight
         self.token_endpoint = [True] * len(urls)         # /inference/v1/generate, until it answers 404
+        self.answered = [0.0] * len(urls)                # time.monotonic() of the last turn
         self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
 
     async def __aenter__(self) -> "Servers":
@@ -53,15 +56,17 @@ class Servers:
         route.set([min(usable, key=lambda i: (load[i], self.requests[i]))])
 
     async def generate(self, prompt_ids: list[int], sampling: dict) -> TurnRecord:
-        """One turn. Retried with back-off for RETRY_SECONDS from the first failure, each retry counted; a 4xx fails at once."""
+        """One turn. Retried with back-off until its server has answered nobody for RETRY_SECONDS, each retry counted; a 4xx fails at once."""
         at = route.get([0])
-        deadline, delay = math.inf, 0.25
-        while True:
+        failed, delay = None, 0.25
+        for attempt in count(1):
             usable, server, version = self.in_use(), at[0], self.version()
             if server in usable:
                 self.requests[server] += 1
                 try:
-                    return await self._request(server, prompt_ids, sampling, version)
+                    turn = await self._request(server, prompt_ids, sampling, version)
+                    self.answered[server] = time.monotonic()
+                    return turn
                 except Unreachable as error:
                     problem = str(error)
                 finally:
@@ -74,11 +79,13 @@ class Servers:
                 at[0] = min(others, key=lambda i: self.requests[i]) if server not in usable else server
                 if at[0] != server:
                     continue
-            deadline = min(deadline, time.monotonic() + RETRY_SECONDS)     # from the first failure: a reply itself may take longer
-            if time.monotonic() + delay > deadline:
+            failed = failed or time.monotonic()                      # a reply itself may take longer
+            if time.monotonic() + delay > max(failed, self.answered[server]) + RETRY_SECONDS:
                 raise ConfigError(f"the vLLM server at {self.urls[server]} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
+            if attempt == ATTEMPTS:
+                raise ConfigError(f"the vLLM server at {self.urls[server]} answers, but failed one request {ATTEMPTS} times ({problem}): see its log.")
             await asyncio.sleep(delay)
-            delay = min(delay * 2, 5.0)
+            delay = min(delay * 2, 2.0)
 
     async def _usable_after(self, server: int, problem: str) -> list[int]:
         """The servers in use, without this one if it is down and there is another."""

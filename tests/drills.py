@@ -117,7 +117,7 @@ def test_thirty_steps_finish_through_a_faulty_network_with_every_loss_counted_an
     try:
         until(lambda: answers("http://127.0.0.1:8181"), 180)
         with FaultyProxy("http://127.0.0.1:8181") as proxy:
-            run = start_training(tmp_path, [proxy.url], timeout=15, max_steps=30)
+            run = start_training(tmp_path, [proxy.url], timeout=30, max_steps=30)
             until(lambda: len(logged(tmp_path)) >= 10 or run.poll() is not None, 900)
             proxy.outage_until = time.monotonic() + 20
             until(lambda: run.poll() is not None, 1500)

@@ -110,6 +110,34 @@ def test_a_server_that_stays_down_ends_the_run_after_one_deadline(monkeypatch):
         assert time.monotonic() - started < 2 and len(server.bodies) <= 5 * 4     # one layer: 0, 0.25, 0.75 s
 
 
+def test_an_outage_is_counted_from_the_servers_last_answer_not_from_a_requests_first_failure(monkeypatch):
+    """A request that has failed for a while already is not given up because of a pause that others outlast."""
+    monkeypatch.setattr(client, "RETRY_SECONDS", 1.0)
+
+    async def unlucky(servers):
+        return await servers.generate([1], SAMPLING)
+    with FakeServer(faults=dict.fromkeys([0, 2, 4, 6], (503, "busy"))) as server:      # every request but those between, of the others
+        servers, window = made(server)
+
+        async def work():
+            async with servers:
+                first = asyncio.create_task(unlucky(servers))
+                for _ in range(5):
+                    await asyncio.sleep(0.3)
+                    await servers.generate([2], SAMPLING)
+                return await first
+        assert asyncio.run(work()).output_ids[-1] == EOS
+
+
+def test_a_request_that_always_fails_at_a_server_that_answers_others_is_given_up_after_so_many_attempts(monkeypatch):
+    monkeypatch.setattr(client, "ATTEMPTS", 3)
+    with FakeServer(faults=dict.fromkeys(range(3), (500, "this prompt breaks me"))) as server:
+        servers, _ = made(server)
+        with pytest.raises(ConfigError, match="failed one request 3 times .500: this prompt breaks me"):
+            ask(servers)
+    assert len(server.bodies) == 3
+
+
 # Several servers
 
 def test_groups_go_to_the_least_loaded_server_and_stay_there():
