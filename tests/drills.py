@@ -23,7 +23,7 @@ import sys
 from dataclasses import replace
 sys.path.insert(0, {configs!r})
 from smollm_cpu import config
-config = replace(config, launch_server=False, bf16=False, max_completion_length=8, token_budget=192, vllm_server_timeout={timeout})
+config = replace(config, launch_server=False, max_completion_length=8, token_budget=192, vllm_server_timeout={timeout})
 main = sys.modules["__main__"]
 if hasattr(main, "pack_row"):                      # in the trainer: write down what is trained
     plain = main.pack_row
@@ -38,7 +38,7 @@ if hasattr(main, "pack_row"):                      # in the trainer: write down 
 def serve(port, folder):
     """A vLLM server of the drill's config."""
     with (folder / f"vllm_{port}.log").open("w") as log:
-        return subprocess.Popen([sys.executable, "serve.py", "configs/smollm_cpu.py", "bf16=false", f"vllm_server_base_url=http://127.0.0.1:{port}"],
+        return subprocess.Popen([sys.executable, "serve.py", "configs/smollm_cpu.py", f"vllm_server_base_url=http://127.0.0.1:{port}"],
                                 cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
