@@ -5,8 +5,8 @@ the keyword `tree`, made once a row and shared by the layers. The backends compu
 
     "hub"    FlashAttention kernels of the Hugging Face Hub, one call over all segments; each segment's keys and values are its
              path from the root, gathered. Restores the causal varlen form that every such kernel has.
-    "triton" this project's own kernels (tree_kernel.py), nothing gathered.
-    "flex"   torch's FlexAttention with the mask above, nothing gathered; a compiled layer with it wants few row lengths.
+    "flex"   torch's FlexAttention with the mask above, nothing gathered.
+    "triton" this project's own kernels (tree_kernel.py), nothing gathered; not yet run on a GPU.
     "sdpa"   a dense mask: the reference, and the CPU path.
 """
 from functools import cached_property
@@ -206,7 +206,7 @@ def hub_kernel(device: torch.device):
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, softcap: float | None = None) -> str:
-    """`auto` resolved: hub where its kernel loads, else triton on a GPU, and sdpa on a CPU. ValueError where a backend cannot serve the model."""
+    """`auto` resolved: hub where its kernel loads, else flex on a GPU, and sdpa on a CPU. ValueError where a backend cannot serve the model."""
     if device.type == "cpu":
         if name not in ("auto", "sdpa"):
             raise ValueError(f"attention_backend='{name}' " + ("has no backward on a CPU" if name == "flex" else "needs a GPU") + ": use 'sdpa'.")
@@ -215,8 +215,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.b
         return name
     lacking = _hub_lacking(device, dtype, softcap)
     if name == "hub" and lacking:
-        raise ValueError(f"{lacking}: use attention_backend='triton'.")
-    return "triton" if lacking else "hub"
+        raise ValueError(f"{lacking}: use attention_backend='flex'.")
+    return "flex" if lacking else "hub"
 
 
 def _hub_lacking(device: torch.device, dtype: torch.dtype, softcap: float | None) -> str | None:

@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import count
 
 import aiohttp
 import msgspec
@@ -58,13 +57,13 @@ class Servers:
     async def generate(self, prompt_ids: list[int], sampling: dict) -> TurnRecord:
         """One turn. Retried with back-off until its server has answered nobody for RETRY_SECONDS, each retry counted; a 4xx fails at once."""
         at = route.get([0])
-        failed, delay = None, 0.25
-        for attempt in count(1):
-            usable, server, version = self.in_use(), at[0], self.version()
-            if server in usable:
+        failed, delay, attempts = None, 0.25, 0
+        while True:
+            server, version, started = at[0], self.version(), time.monotonic()
+            if server in self.in_use():
                 self.requests[server] += 1
                 try:
-                    turn = await self._request(server, prompt_ids, sampling, version)
+                    turn = await self._while_in_use(server, self._request(server, prompt_ids, sampling, version))
                     self.answered[server] = time.monotonic()
                     return turn
                 except Unreachable as error:
@@ -72,27 +71,41 @@ class Servers:
                 finally:
                     self.requests[server] -= 1
                 self.metrics.add("rollout/vllm_retry_count", 1)
-                usable = await self._usable_after(server, problem)
+                await self._take_out_if_down(server, problem)
             else:
                 problem = "no server has the current weights"
-            if others := [i for i in usable if i != server]:
-                at[0] = min(others, key=lambda i: self.requests[i]) if server not in usable else server
-                if at[0] != server:
+            now, attempts = time.monotonic(), attempts + 1
+            failed = now if failed is None or now - started > RETRY_SECONDS else failed      # a reply itself may take longer
+            silent = now + delay > max(failed, self.answered[server]) + RETRY_SECONDS
+            if others := [i for i in self.in_use() if i != server]:
+                if silent or attempts >= ATTEMPTS:
+                    self._take_out(server, problem)
+                if server not in self.in_use():
+                    at[0] = min(others, key=lambda i: self.requests[i])
+                    failed, attempts = None, 0
                     continue
-            failed = failed or time.monotonic()                      # a reply itself may take longer
-            if time.monotonic() + delay > max(failed, self.answered[server]) + RETRY_SECONDS:
+            if silent:
                 raise ConfigError(f"the vLLM server at {self.urls[server]} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
-            if attempt == ATTEMPTS:
+            if attempts >= ATTEMPTS:
                 raise ConfigError(f"the vLLM server at {self.urls[server]} answers, but failed one request {ATTEMPTS} times ({problem}): see its log.")
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)
 
-    async def _usable_after(self, server: int, problem: str) -> list[int]:
-        """The servers in use, without this one if it is down and there is another."""
-        others = [i for i in self.in_use() if i != server]
-        if others and server in self.in_use() and not await self._healthy(server):
+    async def _while_in_use(self, server: int, request) -> TurnRecord:
+        """The request's turn; Unreachable once the trainer has taken the server out, which may have left it paused."""
+        task = asyncio.ensure_future(request)
+        try:
+            while not (await asyncio.wait([task], timeout=1.0))[0]:
+                if server not in self.in_use():
+                    raise Unreachable("it was taken out")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _take_out_if_down(self, server: int, problem: str) -> None:
+        """If there is another to go on with."""
+        if len(self.in_use()) > 1 and server in self.in_use() and not await self._healthy(server):
             self._take_out(server, problem)
-        return self.in_use()
 
     def _take_out(self, server: int, problem: str) -> None:
         if server in self.in_use():
@@ -129,9 +142,11 @@ class Servers:
     def _check_told(self, server: int, turn: TurnRecord) -> None:
         """A server that told the version of its tokens and does so no more was started anew, with its checkpoint's weights."""
         if self.tells[server] and not turn.version_told:
-            self.tells[server] = False
-            self._take_out(server, "it was started anew and lost the trained weights")
-            raise Unreachable("it was started anew and lost the trained weights")
+            problem = "it was started anew and lost the trained weights"
+            if len(self.in_use()) == 1 and server in self.in_use():
+                raise ConfigError(f"the only vLLM server in use, {self.urls[server]}: {problem}. Start the run again.")
+            self._take_out(server, problem)
+            raise Unreachable(problem)
         self.tells[server] = self.tells[server] or turn.version_told
 
     async def _post(self, server: int, path: str, body: dict) -> bytes | None:
@@ -158,7 +173,7 @@ class Servers:
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             if cap.size is None:
-                cap.start(sum(load["kv_tokens"] for load in loads) // max_model_len)
+                cap.start(sum(load["kv_tokens"] for load in loads) // max_model_len or cap.most)
             usage, running, waiting = max(load["usage"] for load in loads), sum(load["running"] for load in loads), sum(load["waiting"] for load in loads)
             cap.update(usage, waiting)
             self.metrics.add_all({"rollout/vllm_kv_cache_usage_frac": usage, "rollout/vllm_running_requests": running,
@@ -214,11 +229,14 @@ def parse_metrics(text: str) -> dict[str, float]:
     """What /metrics says of load, over engines: usage the largest, the rest summed. kv_tokens: what the KV cache holds."""
     def values(name):
         return [float(value) for value in re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)]
-    caches = [[re.search(rf'{label}="(\d+)"', labels) for label in ("num_gpu_blocks", "block_size")]
-              for labels in re.findall(r"^vllm:cache_config_info{([^}]*)}", text, re.MULTILINE)]
+    def label(name, labels):
+        found = re.search(rf'\b{name}="(\d+)"', labels)
+        return int(found[1]) if found else 0
+    caches = re.findall(r"^vllm:cache_config_info{([^}]*)}", text, re.MULTILINE)
+    # Blocks times their size is wrong where layers differ in their caches, and each engine's series has the blocks of all.
+    tokens = sum(label("kv_cache_size_tokens", c) for c in caches) or max((label("num_gpu_blocks", c) * label("block_size", c) for c in caches), default=0)
     return dict(usage=max(values("kv_cache_usage_perc"), default=0.0), running=sum(values("num_requests_running")),
-                waiting=sum(values("num_requests_waiting")), preempted=sum(values("num_preemptions_total")),
-                kv_tokens=sum(int(blocks[1]) * int(size[1]) for blocks, size in caches if blocks and size))
+                waiting=sum(values("num_requests_waiting")), preempted=sum(values("num_preemptions_total")), kv_tokens=tokens)
 
 
 class _Top(msgspec.Struct):

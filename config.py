@@ -114,7 +114,7 @@ class Config:
     weight_sync_backend: str = "disk"             # the server reads a folder that train.py writes
     loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
     centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
-    attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else triton; sdpa on a CPU
+    attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else flex; sdpa on a CPU
 
     def __post_init__(self):
         for rule, sentence in self._rules():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
@@ -166,8 +167,8 @@ def _fla():
     """None where it is not installed, or where its backward refuses to run: on Hopper with Triton 3.4 to 3.7.0 and no tilelang."""
     if not find_spec("fla"):
         return None
-    version = tuple(int(part) for part in import_module("triton").__version__.split(".")[:3])
-    if torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= version < (3, 7, 1) and not find_spec("tilelang"):
+    version = Version(import_module("triton").__version__).release
+    if not torch.version.hip and torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= version < (3, 7, 1) and not find_spec("tilelang"):
         print(f"flash-linear-attention cannot run backward with Triton {'.'.join(map(str, version))} on this GPU without tilelang: install tilelang; "
               "until then its layers run through torch, which is slower.", flush=True)
         return None

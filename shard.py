@@ -1,4 +1,6 @@
 """Parameters over devices in mixed precision: FSDP2 over ranks, plain copies in the compute dtype on one."""
+import weakref
+
 import numpy as np
 import torch
 from torch import nn
@@ -45,7 +47,7 @@ class CopyGroup:
         self.copies = [nn.Parameter(self.buffer[start:start + p.numel()].view_as(p)) for start, p in zip(starts, masters)]
         self.nbytes, self.complete = self.buffer.nbytes, 0
         for copy in self.copies:
-            copy.register_post_accumulate_grad_hook(self._count)
+            copy.register_post_accumulate_grad_hook(lambda copy, group=weakref.ref(self): group()._count())     # no cycle through autograd
         self.buffer.untyped_storage().resize_(0)
 
     @torch.no_grad()
@@ -53,7 +55,7 @@ class CopyGroup:
         self.buffer.untyped_storage().resize_(self.nbytes)
         torch._foreach_copy_(self.copies, self.masters)
 
-    def _count(self, copy: nn.Parameter) -> None:
+    def _count(self) -> None:
         self.complete += 1
         if self.complete == len(self.copies):
             self.flush()

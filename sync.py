@@ -2,6 +2,7 @@
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -96,7 +97,7 @@ class DiskSync:
         try:
             if not in_use and not answers(url):
                 raise RuntimeError(f"{url} does not answer")
-            times = self._reload(url, target, version)
+            times = self._reload(url, target, version, patience=RETRY_SECONDS if in_use else 0)
         except RuntimeError as error:
             if in_use and len(self.urls) > 1:
                 print(f"out of use: {error}", flush=True)
@@ -109,16 +110,17 @@ class DiskSync:
             print(f"the server at {url} is back, with the weights of version {version}", flush=True)
         return times
 
-    def _reload(self, url: str, target: Path, version: int) -> tuple[float, float]:
+    def _reload(self, url: str, target: Path, version: int, patience: float) -> tuple[float, float]:
         """Pause with the requests kept, reload, drop what the old weights cached, resume."""
         started = time.monotonic()
-        self._post("pause", url, "/pause?mode=keep")
+        post = partial(self._post, url, patience)
+        post("pause", "/pause?mode=keep")
         loading = time.monotonic()
-        self._post("reload", url, "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
-        self._post("reset of the prefix cache", url, "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
-        self._post("version", url, "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
+        post("reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
+        post("reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
+        post("version", "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
         loaded = time.monotonic()
-        self._post("resume", url, "/resume")
+        post("resume", "/resume")
         return loading - started, loaded - loading
 
     def _write(self, weights: dict[str, Tensor], target: Path) -> None:
@@ -128,9 +130,9 @@ class DiskSync:
         write_weights(weights, partial)
         partial.rename(target)
 
-    def _post(self, phase: str, url: str, path: str, body: dict | None = None, optional: bool = False) -> None:
-        """Every phase may be repeated, so an only server that cannot be reached is given RETRY_SECONDS."""
-        deadline = time.monotonic() + (RETRY_SECONDS if len(self.urls) == 1 else 0)
+    def _post(self, url: str, patience: float, phase: str, path: str, body: dict | None = None, optional: bool = False) -> None:
+        """Every phase may be repeated, so a server that cannot be reached is given `patience` seconds."""
+        deadline = time.monotonic() + patience
         while (problem := self._try(url, path, body, optional)) is UNREACHABLE and time.monotonic() < deadline:
             self.check_server()
             self.retries += 1
@@ -141,7 +143,7 @@ class DiskSync:
     def _try(self, url: str, path: str, body: dict | None, optional: bool) -> str | None:
         """What went wrong, if anything."""
         try:
-            reply = requests.post(url + path, json=body, timeout=self.timeout)
+            reply = requests.post(url + path, json=body, timeout=(5, self.timeout))
             done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
             return None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
         except requests.ConnectionError:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = 64                       # a trie's branches are short: larger tiles compute more that no query sees
 LOG2E = tl.constexpr(1.4426950408889634)
-FORWARD, QUERIES, KEYS = dict(num_warps=8, num_stages=3), dict(num_warps=8, num_stages=3), dict(num_warps=4, num_stages=2)
+KERNELS = dict(forward=dict(num_warps=8, num_stages=3), queries=dict(num_warps=8, num_stages=3), keys=dict(num_warps=4, num_stages=2))
 
 
 class Tiles(NamedTuple):
@@ -207,8 +207,17 @@ def _settings(query: Tensor, key: Tensor, value: Tensor, window: int, softcap: f
                 PRECISION="ieee" if query.dtype == torch.float32 else "tf32")
 
 
+def _wide(query: Tensor) -> bool:
+    """Rows above 256 bytes: with the usual settings their tiles would not fit into a Hopper's 227 KB of shared memory."""
+    return query.shape[3] * query.element_size() > 256
+
+
+def _launch(kernel: str, query: Tensor) -> dict:
+    return dict(num_warps=8, num_stages=2) if _wide(query) else KERNELS[kernel]
+
+
 def _stack(query: Tensor, key: Tensor) -> int:
-    return 2 if query.shape[1] // key.shape[1] % 2 == 0 else 1
+    return 2 if query.shape[1] // key.shape[1] % 2 == 0 and not _wide(query) else 1
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -226,7 +235,7 @@ def attention_op(query: Tensor, key: Tensor, value: Tensor, index: Tensor, count
     stack = _stack(query, key)
     _forward[(index.shape[1], heads // stack)](
         query, key, value, out, lse, index[0], counts[0], order[0], end, position_ids, n, index.shape[1], *_strides(query, key, value), width, heads * width,
-        scale, softcap, STACK=stack, **_settings(query, key, value, window, softcap), **FORWARD)
+        scale, softcap, STACK=stack, **_settings(query, key, value, window, softcap), **_launch("forward", query))
     return out, lse
 
 
@@ -247,10 +256,10 @@ def _backward_op(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: T
     delta, settings, strides = torch.empty_like(lse), _settings(query, key, value, window, softcap), _strides(query, key, value)
     _backward_queries[(tiles, heads // stack)](
         query, key, value, out, grad, lse, delta, dq, index[0], counts[0], order[0], end, position_ids, n, tiles, *strides, width, heads * width,
-        scale, softcap, STACK=stack, **settings, **QUERIES)
+        scale, softcap, STACK=stack, **settings, **_launch("queries", query))
     _backward_keys[(tiles, groups)](
         query, key, value, grad, lse, delta, dk, dv, index[1], counts[1], order[1], end, position_ids, n, tiles, *strides, width, heads * width,
-        width, groups * width, scale, softcap, **settings, **KEYS)
+        width, groups * width, scale, softcap, **settings, **_launch("keys", query))
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
 
 

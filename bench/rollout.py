@@ -45,7 +45,7 @@ class Loop(AsyncRolloutLoop):
 
 def through_the_loop(config, rows, tokenizer, max_model_len):
     """(tokens, seconds, CPU seconds, request bodies)"""
-    shared, bodies = Shared.create(), []
+    shared, bodies = Shared.create(len(config.server_urls)), []
     shared.allowance.value = 1 << 60
     drainer = multiprocessing.get_context("spawn").Process(target=drain, args=(shared.samples, shared.metrics), daemon=True)
     drainer.start()
@@ -79,7 +79,8 @@ async def replay(bodies, concurrency):
 
 
 def without_logprobs(bodies):
-    return [(url, body | dict(sampling_params=body["sampling_params"] | dict(logprobs=None))) for url, body in bodies]
+    return [(url, body | (dict(sampling_params=body["sampling_params"] | dict(logprobs=None)) if "sampling_params" in body else dict(logprobs=None)))
+            for url, body in bodies]
 
 
 def main(argv):

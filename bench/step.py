@@ -1,6 +1,6 @@
 """One training step (forward, backward, AdamW) on one GPU: ours beside TRL's packing, attention and head on the same samples.
 
-    python bench/step.py [shape=1.7B] [checkpointing=false] [sharing=true] [trl=true] [groups=3] [rollouts=8] [prompt=512]
+    python bench/step.py [shape=1.7B] [checkpointing=false] [sharing=true] [trl=true] [backend=auto] [groups=3] [rollouts=8] [prompt=512]
                          [shortest=256] [longest=768] [repeats=10] [seed=6661]
 
 shape: 0.6B, 1.7B or 4B (Qwen3), or 2B-hybrid (Qwen3.5); random weights, fp32 masters, bf16 compute. One JSON object a line.
@@ -93,11 +93,11 @@ def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
 
 
-def ours(shape, checkpointing, row, repeats, compiled=True):
+def ours(shape, checkpointing, row, repeats, compiled, backend):
     attention.register()
     lm = make_lm(shape, attention.NAME)
     prepare_layers(lm, checkpointing, compiled)
-    policy = shard(Policy(lm, 1.0, "triton", keep_logits=kept_logits(checkpointing)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
+    policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda")), keep_logits=kept_logits(checkpointing)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
     optimizer = adamw(policy)
     share = Share([row], [float(len(row.targets))], [row.num_tokens], [1.0])
 
@@ -148,7 +148,7 @@ def theirs(shape, checkpointing, samples, repeats):
     return measure(step, repeats)
 
 
-def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compiled="true", groups=3, rollouts=8, prompt=512, shortest=256,
+def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compiled="true", backend="auto", groups=3, rollouts=8, prompt=512, shortest=256,
          longest=768, repeats=10, seed=6661):
     samples = make_samples(int(groups), int(rollouts), int(prompt), int(shortest), int(longest), int(seed))
     checkpointing = {"true": True, "false": False}.get(checkpointing, checkpointing)
@@ -156,17 +156,17 @@ def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compil
         for i, sample in enumerate(samples):        # another first token each: the same lengths and terms, nothing to share
             sample.input_ids[0] = i
     row = pack_row(samples, attention.MULTIPLE)
-    (seconds, peak, warm_up), work = ours(shape, checkpointing, row, int(repeats), compiled == "true")
+    (seconds, peak, warm_up), work = ours(shape, checkpointing, row, int(repeats), compiled == "true", backend)
     line = dict(bench="step", shape=shape, checkpointing=checkpointing, gpu=torch.cuda.get_device_name(), tokens=row.num_tokens, padded_tokens=len(row.input_ids),
                 trained_tokens=len(row.targets), packing_ratio=round(row.raw_tokens / row.num_tokens, 3), ours_ms=round(seconds * 1e3, 1),
                 ours_trained_tokens_per_s=round(len(row.targets) / seconds), ours_mfu_ratio=round(work / seconds / PEAK_FLOPS, 4),
                 ours_peak_gb=round(peak / 1e9, 2), ours_warm_up_s=round(warm_up, 1))
-    if trl == "true":
+    if trl == "true" and checkpointing != "selective":          # TRL has no such thing to compare it with
         gc.collect(), torch.cuda.empty_cache()
         seconds_trl, peak_trl, _ = theirs(shape, bool(checkpointing), samples, int(repeats))
         line |= dict(trl_ms=round(seconds_trl * 1e3, 1), trl_trained_tokens_per_s=round(len(row.targets) / seconds_trl), trl_peak_gb=round(peak_trl / 1e9, 2),
                      over_trl_ratio=round(seconds_trl / seconds, 3))
-    print(json.dumps(line), flush=True)
+    print(json.dumps(line | dict(trl="eager, with torch's varlen flash attention for its hub kernel")), flush=True)
 
 
 if __name__ == "__main__":

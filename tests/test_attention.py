@@ -363,8 +363,8 @@ def test_auto_takes_the_hubs_kernel_for_the_gpu_and_fetches_it_once(machine, rep
 
 def test_auto_falls_back_to_triton_where_the_kernel_does_not_load_and_hub_says_why(gpu):
     gpu(error=FileNotFoundError("no build for torch 2.13\nlong story"))
-    assert attention.choose_backend("auto", GPU) == "triton"
-    with pytest.raises(ValueError, match=r"flash-attn3 cannot be loaded \(no build for torch 2.13\): use attention_backend='triton'"):
+    assert attention.choose_backend("auto", GPU) == "flex"
+    with pytest.raises(ValueError, match=r"flash-attn3 cannot be loaded \(no build for torch 2.13\): use attention_backend='flex'"):
         attention.choose_backend("hub", GPU)
     gpu(error=RuntimeError())
     with pytest.raises(ValueError, match=r"cannot be loaded \(RuntimeError\(\)\)"):
@@ -374,8 +374,8 @@ def test_auto_falls_back_to_triton_where_the_kernel_does_not_load_and_hub_says_w
 @pytest.mark.parametrize("machine,repository", [(BLACKWELL, "flash-attn4"), (ROCM, "aiter-flash-attn")])
 def test_kernels_that_cannot_cap_logits_are_not_used_for_a_model_that_does(machine, repository, gpu):
     fetched = gpu(**machine)
-    assert attention.choose_backend("auto", GPU, softcap=50.0) == "triton"
-    with pytest.raises(ValueError, match=f"{repository} cannot cap attention logits, as this model does: use attention_backend='triton'"):
+    assert attention.choose_backend("auto", GPU, softcap=50.0) == "flex"
+    with pytest.raises(ValueError, match=f"{repository} cannot cap attention logits, as this model does: use attention_backend='flex'"):
         attention.choose_backend("hub", GPU, softcap=50.0)
     assert not fetched
     gpu(**HOPPER)
@@ -384,8 +384,8 @@ def test_kernels_that_cannot_cap_logits_are_not_used_for_a_model_that_does(machi
 
 def test_kernels_of_16_bits_are_not_used_for_a_run_in_fp32(gpu):
     gpu(**HOPPER)
-    assert attention.choose_backend("auto", GPU, torch.float32) == "triton" and attention.choose_backend("auto", GPU, torch.float16) == "hub"
-    with pytest.raises(ValueError, match="flash-attn3 computes in 16 bits, not in float32: use attention_backend='triton'"):
+    assert attention.choose_backend("auto", GPU, torch.float32) == "flex" and attention.choose_backend("auto", GPU, torch.float16) == "hub"
+    with pytest.raises(ValueError, match="flash-attn3 computes in 16 bits, not in float32: use attention_backend='flex'"):
         attention.choose_backend("hub", GPU, torch.float32)
 
 
@@ -634,3 +634,22 @@ def test_experts_that_no_token_chose_have_gradient_zero():
     grads = backward(policy, row)
     experts = [grad for name, grad in grads.items() if "experts" in name]
     assert experts and all(grad.dtype == torch.float32 and (grad.flatten(1).norm(dim=1) == 0).any() for grad in experts) and held(policy) == 0
+
+
+SIGNATURE = dict(scale="fp32", softcap="fp32", LSE="*fp32", DELTA="*fp32") | dict.fromkeys(("INDEX", "COUNTS", "ORDER", "END", "POSITION"), "*i32") | (
+    dict.fromkeys(("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV"), "*bf16"))
+
+
+@pytest.mark.parametrize("name,kernel", [("forward", "_forward"), ("queries", "_backward_queries"), ("keys", "_backward_keys")])
+def test_the_widest_kernels_fit_into_a_hoppers_shared_memory(name, kernel):
+    """Heads of 256 channels (Qwen3.5, Gemma) in bf16, compiled for sm_90 without a GPU; the interpreter knows no such limit."""
+    import tree_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile as compile_kernel
+    function, query = getattr(tree_kernel, kernel), torch.empty(1, 16, 64, 256, dtype=torch.bfloat16)
+    constants = dict(SHARED=2, D=256, WIDTH=256, BLOCK=tree_kernel.BLOCK, WINDOW=0, CAPPED=False, PRECISION="tf32")
+    constants |= {} if name == "keys" else dict(STACK=tree_kernel._stack(query, query[:, :8]))
+    signature = {argument: "constexpr" if argument in constants else SIGNATURE.get(argument, "i32") for argument in function.arg_names}
+    source = ASTSource(function, signature, constexprs={(function.arg_names.index(key),): value for key, value in constants.items()})
+    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=tree_kernel._launch(name, query))
+    assert built.metadata.shared <= 232_448
