@@ -19,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from config import Config          # noqa: E402
 from packing import Sample         # noqa: E402
 
+torch.set_num_threads(1)           # tensors are tiny here: two threads on two busy cores wait for each other
+
 SMALL_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 
 
