@@ -169,7 +169,7 @@ class Setting:
     length: float = 8.0                  # typical of a turn's output
     tail: float = 0.0                    # sigma of its logarithm
     more_turns: float = 0.0              # probability of another turn
-    row_samples: float = 4.0             # samples of typical length that a row has room for
+    row_samples: float = 4.0             # outputs of typical length that a row has room for
     world_size: int = 1
     accumulation: int = 1
     weight_sync_steps: int = 1
@@ -209,11 +209,11 @@ def drawn_settings(max_staleness):
     seconds = st.integers(-40, -10).map(lambda tenths: 10.0 ** (tenths / 10))    # 0.1 ms to 0.1 s; the engine looks for room every 10 ms
     return st.builds(
         Setting, st.just(max_staleness), seed=st.integers(0, 2**20), num_generations=st.integers(2, 8), rows=st.integers(1, 200),
-        groups=st.one_of(st.none(), st.integers(1, 16)), max_steps=st.integers(1, 4), length=st.integers(2, 6), tail=one_of(0.0, 0.0, 0.4, 0.8, 1.2),
-        more_turns=one_of(0.0, 0.0, 0.2, 0.4), row_samples=one_of(1.0, 1.5, 2.3, 3.0, 5.0), world_size=one_of(1, 1, 2, 3),
-        accumulation=one_of(1, 1, 2, 3), weight_sync_steps=st.integers(1, 3), max_concurrent_rollouts=one_of(512, 512, 1, 2, 5, 9, 14),
-        server_capacity=one_of(None, None, 1, 4, 12, 30), servers=st.integers(1, 3), scorers=one_of(1, 16),
-        generate_s=seconds, score_s=seconds, plan_s=seconds, train_s=seconds, sync_s=seconds,
+        groups=st.one_of(st.none(), st.integers(1, 16)), max_steps=st.integers(1, 4 + 2 * max_staleness), length=st.integers(2, 6),
+        tail=one_of(0.0, 0.0, 0.4, 0.8, 1.2), more_turns=one_of(0.0, 0.0, 0.2, 0.4), row_samples=one_of(1.0, 1.5, 3.0, 8.0, 14.0),
+        world_size=one_of(1, 1, 2, 3), accumulation=one_of(1, 1, 2, 3), weight_sync_steps=st.integers(1, 3),
+        max_concurrent_rollouts=one_of(512, 512, 1, 2, 5, 9, 14), server_capacity=one_of(None, None, 1, 4, 12, 30),
+        servers=st.integers(1, 3), scorers=one_of(1, 16), generate_s=seconds, score_s=seconds, plan_s=seconds, train_s=seconds, sync_s=seconds,
         silent_share=one_of(0.0, 0.0, 0.2, 0.6), silent_first=one_of(*[0] * 13, 1, 50),
         unscored_share=one_of(0.0, 0.0, 0.1, 0.2), failing_share=one_of(0.0, 0.0, 0.1, 0.3))
 
@@ -311,7 +311,7 @@ class SimulatedLoop(AsyncRolloutLoop):
         self.under_way, self.unfinished = set(), 0                   # groups started and not scored; rollouts started and not finished
         self.lengths, self.scored = [0, 0], []                       # number and tokens of the rollouts finished; groups scored
         self.versions, self.reward_of = {}, {}                       # serial -> version when the sample's first token was asked for; reward
-        self.most_running = 0
+        self.most_running, self.most_groups, self.held_back, self.failed = 0, 0, 0, 0
 
     async def _load(self, server):
         capacity, running = self.simulation.setting.server_capacity, self.cap.running
@@ -330,6 +330,7 @@ class SimulatedLoop(AsyncRolloutLoop):
         may, groups = super()._may_start(), len(self.under_way)
         room = self.queued + (groups + 1) * self.typical_group <= self.shared.allowance.value or self.queued == groups == 0
         assert may == (room and self.unfinished < self.cap.limit), "a group starts without room, or room is left unused"
+        self.held_back += not room
         return may
 
     async def _wait_for_allowance(self):
@@ -339,6 +340,7 @@ class SimulatedLoop(AsyncRolloutLoop):
         self.scripts.append(write_scripts(setting, self.simulation.rng, group_id))
         self.to_begin[group_id] = iter(enumerate(self.scripts[group_id]))
         self.under_way.add(group_id)
+        self.most_groups = max(self.most_groups, len(self.under_way))
         self.unfinished += setting.num_generations
         if setting.equal_lengths:
             tokens = sum(script.tokens for group in self.under_way for script in self.scripts[group])
@@ -359,6 +361,7 @@ class SimulatedLoop(AsyncRolloutLoop):
             version, mark = self.shared.version.value, 900 if turn.extends else next(self.simulation.serials)
             await self.simulation.loop.work(turn.seconds)
             if script.fails:
+                self.failed += 1
                 raise ConnectionError("the environment is gone")
             asked = held + [800] * TOOL if turn.extends else [1, 2, 3, 4 + int(prompt[0]["content"])]       # token ids below 1000 are shared
             held = asked + [mark] + [700] * (turn.tokens - 1)
@@ -387,22 +390,24 @@ class Simulation:
     def __init__(self, setting, loop_cls=SimulatedLoop):
         self.setting, self.rng, self.loop, self.serials = setting, random.Random(setting.seed), VirtualLoop(), itertools.count(1000)
         self.plans, self.planned, self.left_over, self.left_overs = [], 0, None, set()
-        self.ended, self.settled, self.trace = False, 0, []
+        self.ended, self.settled, self.trace, self.printed = False, 0, [], []
         with self.patched():
             self.feed = RolloutFeed(setting.config(self.reward()), [], 64, Window())
             rows = [dict(prompt=[dict(role="user", content=str(i))]) for i in range(setting.rows)]
             self.engine = loop_cls(self, self.feed.config, rows, None, [0], 64, self.feed.shared)
 
     def shared(self, num_servers):
-        version, allowance, consumed, heartbeat = (SimpleNamespace(value=0) for _ in range(4))
-        return Shared(Pipe(lambda: self.planned), SimpleNamespace(put=lambda report: None), queue.Queue(), version, allowance, consumed, heartbeat,
-                      [0] * num_servers, [0] * num_servers, threading.Event())
+        numbers = {name: SimpleNamespace(value=0) for name in ("version", "allowance", "consumed", "heartbeat")}
+        return Shared(samples=Pipe(lambda: self.planned), metrics=SimpleNamespace(put=lambda report: None), failure=queue.Queue(), **numbers,
+                      lost=[0] * num_servers, restored=[0] * num_servers, stop=threading.Event())
 
     @contextmanager
     def patched(self):
         with pytest.MonkeyPatch.context() as patch:
             for module in (rollout, client, feed_module):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
+            for module in (rollout, train):
+                patch.setattr(module, "print", lambda line, **how: self.printed.append(line), raising=False)
             patch.setattr(Shared, "create", self.shared)
             patch.setattr(rollout, "SCORERS", self.setting.scorers)
             patch.setattr(client, "POLL_SECONDS", 0.05)
@@ -511,6 +516,11 @@ class Simulation:
             assert (engine.reserved_groups, engine.generating, engine.cap.running, sum(engine.groups_at)) == (0, 0, 0, 0)
             assert setting.groups is None or len(engine.scored) == setting.groups or engine.silent_groups >= rollout.SILENT_GROUPS[1]
 
+        ages = [plan.metrics["sample/staleness_max"][0] for plan in self.plans]
+        groups, pooled = [carries_signal(scripts) for scripts in engine.scripts], set(pipe.put_in) - set(settled)
+        self.met = dict(trained=trained, stale=stale, too_long=dropped - stale, silent=not all(groups), failed=engine.failed, pooled=pooled,
+                        oldest=max(ages, default=-1) == setting.max_staleness, several_at_once=engine.most_groups > 1, held_back=engine.held_back)
+
     def version_for(self, mark):
         """When the step starts that a sample was last looked at for: the one it was drawn for, or if it closed that one, the next."""
         return (self.feed.shared.samples.drawn[mark] + (mark in self.left_overs)) // self.setting.weight_sync_steps
@@ -535,15 +545,15 @@ def test_a_setting_repeats_exactly():
 SILENT = Setting(groups=None, silent_share=1.0, num_generations=2, generate_s=0.001, score_s=0.001)
 
 
-def told_of(setting, capsys):
+def told_of(setting):
     """The simulation of a setting that trains nothing and ends by itself, and what it warned of."""
     ended = Simulation(setting).run()
     assert ended.ended and ended.plans == [] and ended.feed.shared.samples.put_in == {}
-    return ended, [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    return ended, [line for line in ended.printed if line.startswith("warning")]
 
 
-def test_every_reward_equal_for_ever_is_told_after_50_groups_and_ends_generation_after_1000_and_those_under_way(capsys):
-    ended, told = told_of(SILENT, capsys)
+def test_every_reward_equal_for_ever_is_told_after_50_groups_and_ends_generation_after_1000_and_those_under_way():
+    ended, told = told_of(SILENT)
     for count, consequence, sentence in zip((50, 1000), ("nothing is trained", "generation ends"), told, strict=True):
         reward = ended.engine.scripts[ended.engine.scored[count - 1]][0].reward
         assert f"{count} groups in a row had no two different rewards (every rollout of the last one was rewarded {reward:g}), " in sentence
@@ -555,19 +565,19 @@ def test_every_reward_equal_for_ever_is_told_after_50_groups_and_ends_generation
 @pytest.mark.parametrize("changes,cause", [
     (dict(unscored_share=1.0), "the reward functions return None"),
     (dict(failing_share=1.0), "fewer than two rollouts of the last one have a reward and a trained token")])
-def test_groups_without_two_rewards_are_told_by_their_cause_and_end_generation_too(capsys, monkeypatch, changes, cause):
+def test_groups_without_two_rewards_are_told_by_their_cause_and_end_generation_too(monkeypatch, changes, cause):
     monkeypatch.setattr(rollout, "SILENT_GROUPS", (5, 20))
-    ended, told = told_of(replace(SILENT, **changes), capsys)
+    ended, told = told_of(replace(SILENT, **changes))
     assert [f"({cause})" in sentence for sentence in told] == [True, True] and len(ended.engine.scored) <= 22
 
 
-def test_generation_that_was_said_to_end_ends_even_if_a_group_under_way_carries_a_signal(capsys, monkeypatch):
+def test_generation_that_was_said_to_end_ends_even_if_a_group_under_way_carries_a_signal(monkeypatch):
     """A group that is scored between the warning and the next start must not take the warning back."""
     monkeypatch.setattr(rollout, "SILENT_GROUPS", (5, 20))
     late = 0
     for seed in range(16):
         ended = Simulation(replace(SILENT, seed=seed, silent_share=0.0, silent_first=20, max_steps=9, world_size=3, row_samples=5.0)).run()
-        said = "so generation ends" in capsys.readouterr().out
+        said = any("so generation ends" in line for line in ended.printed)
         assert ended.ended == said and (not said or len(ended.engine.scored) < 30)
         late += said and len(ended.feed.shared.samples.put_in) > 0
     assert late > 0
@@ -612,5 +622,7 @@ def test_whatever_the_setting_nothing_too_old_is_trained_nothing_overruns_the_al
     @example(Setting(max_staleness, rows=7, groups=None, silent_first=50, num_generations=2, generate_s=0.01))
     @given(drawn_settings(max_staleness))
     def holds(setting):
-        Simulation(setting).run()
+        met.update(name for name, here in Simulation(setting).run().met.items() if here)
+    met = Counter()
     holds()
+    assert len(met) == 9, f"the settings no longer meet everything that can happen: {met}"
