@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from config import Config, ConfigError
 from metrics import Window
@@ -57,6 +57,8 @@ class RolloutFeed:
         with self.lock:
             self.asked_at, waiting = time.monotonic(), self.ahead + self.shared.samples.qsize()
             self._consume()
+        while not self.planned.done():       # a signal may reach another thread: it is acted on only when this one wakes
+            wait([self.planned], timeout=0.25)
         plan = self.planned.result()
         if plan is not None:
             self._raise_failure()        # the thread has not looked since the plan was ready
