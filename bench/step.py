@@ -11,7 +11,6 @@ sharing=false packs every sample by itself (plain padding-free packing) and give
 """
 import gc
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import attention  # noqa: E402
+from head import measure  # noqa: E402
 from loss import Objective  # noqa: E402
 from model import Policy, kept_logits, prepare_layers  # noqa: E402
 from packing import Sample, pack_row  # noqa: E402
@@ -70,23 +70,13 @@ def flops(lm, row) -> float:
             + 12 * attending * config.num_attention_heads * config.head_dim * row.attention_cost)
 
 
-def measure(step, repeats):
-    """(median seconds, peak bytes, warm-up seconds) of `step`."""
+def warmed(step, repeats):
+    """(median milliseconds, peak bytes, seconds of the first step) of `step`."""
     started = time.perf_counter()
-    for _ in range(3):
-        step()
+    step()
     torch.cuda.synchronize()
-    warm_up = time.perf_counter() - started
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times), torch.cuda.max_memory_allocated(), warm_up
+    first = time.perf_counter() - started
+    return *measure(step, repeats), first
 
 
 def adamw(module):
@@ -105,7 +95,7 @@ def ours(shape, checkpointing, row, repeats, compiled, backend):
         forward_backward(policy, Objective(), share, torch.device("cuda"))
         optimizer.step()
         optimizer.zero_grad()
-    return measure(step, repeats), flops(lm, row)
+    return warmed(step, repeats), flops(lm, row)
 
 
 def theirs(shape, checkpointing, samples, repeats):
@@ -145,7 +135,7 @@ def theirs(shape, checkpointing, samples, repeats):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return measure(step, repeats)
+    return warmed(step, repeats)
 
 
 def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compiled="true", backend="auto", groups=3, rollouts=8, prompt=512, shortest=256,
@@ -156,17 +146,17 @@ def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compil
         for i, sample in enumerate(samples):        # another first token each: the same lengths and terms, nothing to share
             sample.input_ids[0] = i
     row = pack_row(samples, attention.MULTIPLE)
-    (seconds, peak, warm_up), work = ours(shape, checkpointing, row, int(repeats), compiled == "true", backend)
+    (ms, peak, warm_up), work = ours(shape, checkpointing, row, int(repeats), compiled == "true", backend)
     line = dict(bench="step", shape=shape, checkpointing=checkpointing, gpu=torch.cuda.get_device_name(), tokens=row.num_tokens, padded_tokens=len(row.input_ids),
-                trained_tokens=len(row.targets), packing_ratio=round(row.raw_tokens / row.num_tokens, 3), ours_ms=round(seconds * 1e3, 1),
-                ours_trained_tokens_per_s=round(len(row.targets) / seconds), ours_mfu_ratio=round(work / seconds / PEAK_FLOPS, 4),
+                trained_tokens=len(row.targets), packing_ratio=round(row.raw_tokens / row.num_tokens, 3), ours_ms=round(ms, 1),
+                ours_trained_tokens_per_s=round(1e3 * len(row.targets) / ms), ours_mfu_ratio=round(1e3 * work / ms / PEAK_FLOPS, 4),
                 ours_peak_gb=round(peak / 1e9, 2), ours_warm_up_s=round(warm_up, 1))
     if trl == "true" and checkpointing != "selective":          # TRL has no such thing to compare it with
-        gc.collect(), torch.cuda.empty_cache()
-        seconds_trl, peak_trl, _ = theirs(shape, bool(checkpointing), samples, int(repeats))
-        line |= dict(trl_ms=round(seconds_trl * 1e3, 1), trl_trained_tokens_per_s=round(len(row.targets) / seconds_trl), trl_peak_gb=round(peak_trl / 1e9, 2),
-                     over_trl_ratio=round(seconds_trl / seconds, 3))
-    print(json.dumps(line | dict(trl="eager, with torch's varlen flash attention for its hub kernel")), flush=True)
+        gc.collect()                                     # ours is gone: the peaks are each side's own
+        trl_ms, peak_trl, _ = theirs(shape, bool(checkpointing), samples, int(repeats))
+        line |= dict(trl="eager, torch's varlen flash attention for its hub kernel", trl_ms=round(trl_ms, 1), trl_trained_tokens_per_s=round(1e3 * len(row.targets) / trl_ms), trl_peak_gb=round(peak_trl / 1e9, 2),
+                     over_trl_ratio=round(trl_ms / ms, 3))
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

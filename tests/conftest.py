@@ -66,6 +66,17 @@ def tiny_moe(seed=0):
     return Qwen3MoeForCausalLM(config)
 
 
+def alone(policy, sample, implementation="sdpa"):
+    """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
+    ids = torch.tensor(sample.input_ids, dtype=torch.int64)
+    policy.lm.config._attn_implementation = implementation
+    try:
+        logits = policy.lm(input_ids=ids[None], use_cache=False).logits[0].double() / policy.temperature
+    finally:
+        policy.lm.config._attn_implementation = "tree"
+    return logits.log_softmax(-1)[sample.trained_index - 1].gather(1, ids[sample.trained_index][:, None])[:, 0]
+
+
 def tensors_of(row):
     from model import to_device
     return to_device(row, torch.device("cpu"))

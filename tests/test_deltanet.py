@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_sample, random_group, tensors_of
+from conftest import alone, make_sample, random_group, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -46,17 +46,6 @@ def hybrid_policy(family, **changes):
     policy = Policy(tiny_hybrid(family, **changes), 0.8, "sdpa").train()
     install(policy.lm)
     return policy
-
-
-def alone(policy, sample):
-    """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
-    ids = torch.tensor(sample.input_ids, dtype=torch.int64)
-    policy.lm.config._attn_implementation = "sdpa"
-    try:
-        logits = policy.lm(input_ids=ids[None], use_cache=False).logits[0].double() / policy.temperature
-    finally:
-        policy.lm.config._attn_implementation = "tree"
-    return logits.log_softmax(-1)[sample.trained_index - 1].gather(1, ids[sample.trained_index][:, None])[:, 0]
 
 
 def weighted_gradients(policy, logprobs):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_sample, random_group, tensors_of, tiny_config
+from conftest import alone, make_sample, random_group, tensors_of, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,24 +61,13 @@ def policy_of(family):
     return Policy(tiny_family(family), 0.8, "sdpa").train()
 
 
-def alone(policy, sample):
-    """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
-    ids = torch.tensor(sample.input_ids, dtype=torch.int64)
-    policy.lm.config._attn_implementation = "eager"
-    try:
-        logits = policy.lm(input_ids=ids[None], use_cache=False).logits[0].double() / policy.temperature
-    finally:
-        policy.lm.config._attn_implementation = attention.NAME
-    return logits.log_softmax(-1)[sample.trained_index - 1].gather(1, ids[sample.trained_index][:, None])[:, 0]
-
-
 def gradients(policy, logprobs):
     weights = torch.linspace(-1, 2, len(logprobs), dtype=torch.float64)
     return torch.autograd.grad((logprobs.double() * weights).sum(), list(policy.parameters()))
 
 
 def separately(policy, samples):
-    logprobs = torch.cat([alone(policy, sample) for sample in samples])
+    logprobs = torch.cat([alone(policy, sample, "eager") for sample in samples])
     return logprobs.detach(), gradients(policy, logprobs)
 
 

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
+from conftest import alone, make_sample, random_group, tensors_of, tiny_config, tiny_lm, tiny_moe
 
 import attention
 import deltanet
@@ -10,17 +10,6 @@ from config import ConfigError
 from loss import Objective, load_balancing_loss
 from model import Policy, aux_loss_coef, check_packing, refuse_unsupported
 from packing import pack_row
-
-
-def alone(policy, sample):
-    """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
-    ids = torch.tensor(sample.input_ids, dtype=torch.int64)
-    policy.lm.config._attn_implementation = "sdpa"
-    try:
-        logits = policy.lm(input_ids=ids[None]).logits[0].double() / policy.temperature
-    finally:
-        policy.lm.config._attn_implementation = "tree"
-    return logits.log_softmax(-1)[sample.trained_index - 1].gather(1, ids[sample.trained_index][:, None])[:, 0]
 
 
 def shapes():
