@@ -309,17 +309,20 @@ class SimulatedLoop(AsyncRolloutLoop):
 
     def __init__(self, simulation, *args):
         super().__init__(*args)
-        self.simulation, self.servers._load = simulation, self._load
+        self.simulation, self.servers._get = simulation, self._get
         self.scripts, self.to_begin = [], {}                         # of each group; what is left of them to begin with
         self.under_way, self.unfinished = set(), 0                   # groups started and not scored; rollouts started and not finished
         self.lengths, self.scored = [0, 0], []                       # number and tokens of the rollouts finished; groups scored
         self.versions, self.reward_of = {}, {}                       # serial -> version when the sample's first token was asked for; reward
         self.most_running, self.most_groups, self.held_back, self.failed = 0, 0, 0, 0
 
-    async def _load(self, server):
+    async def _get(self, server, path):
+        """/metrics, as vLLM writes it; None where the server has none."""
         capacity, running = self.simulation.setting.server_capacity, self.cap.running
-        return capacity and dict(server=server, usage=min(running / capacity, 1.0), running=min(running, capacity),
-                                 waiting=max(running - capacity, 0), preempted=0, kv_tokens=capacity * self.max_model_len)
+        load = dict(kv_cache_usage_perc=min(running / capacity, 1.0), num_requests_running=min(running, capacity),
+                    num_requests_waiting=max(running - capacity, 0), num_preemptions_total=0) if capacity else {}
+        text = f'vllm:cache_config_info{{kv_cache_size_tokens="{capacity * self.max_model_len}"}} 1.0\n' if capacity else None
+        return text and text + "".join(f"vllm:{name} {value}\n" for name, value in load.items())
 
     @property
     def queued(self):
@@ -606,9 +609,9 @@ class Unreadable(SimulatedLoop):
 
     loads = 0
 
-    async def _load(self, server):
+    async def _get(self, server, path):
         self.loads += 1
-        return await super()._load(server) if self.loads == 1 else None
+        return await super()._get(server, path) if self.loads == 1 else None
 
 
 def test_a_load_that_cannot_be_read_for_a_while_does_not_lift_the_cap():
