@@ -2,14 +2,14 @@
 
 Names and defaults are those of TRL's `AsyncGRPOConfig`; the last block is this project's own.
 """
-import ast
-import difflib
 import importlib.util
 import sys
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from overrides import ConfigError, parse_override
 
 CHOICES = dict(
     loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk",), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
@@ -17,10 +17,6 @@ CHOICES = dict(
     dtype=("auto", "bfloat16", "float16", "float32"),
     lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
                        "inverse_sqrt", "warmup_stable_decay"))     # of transformers.get_scheduler
-
-
-class ConfigError(Exception):
-    """Something the user can put right: the message is one sentence that says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,40 +177,7 @@ def load_config(argv: list[str]) -> Config:
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise ConfigError(f"{path} must bind `config = Config(…)`.")
-    changes = dict(_parse_override(type(config), text) for text in argv[1:])
+    changes = dict(parse_override(type(config), text) for text in argv[1:])
     if config.output_dir is None and "output_dir" not in changes:
         changes["output_dir"] = f"runs/{path.stem}"
     return replace(config, **changes)
-
-
-def _parse_override(cls: type[Config], text: str) -> tuple[str, object]:
-    key, equals, value = text.removeprefix("--").partition("=")
-    names = [field.name for field in fields(cls)]
-    if not equals:
-        raise ConfigError(f"{text!r} is not an override: write key=value.")
-    if key not in names:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
-        raise ConfigError(f"unknown option {key!r}" + (f": did you mean {near[0]!r}?" if near else ": see config.py for the list."))
-    return key, _parse_value(key, value, typing.get_type_hints(cls)[key])
-
-
-def _parse_value(key: str, text: str, declared) -> object:
-    choices = typing.get_args(declared) or (declared,)
-    if type(None) in choices and text.lower() == "none":
-        return None
-    kind = next(choice for choice in choices if choice is not type(None))
-    try:
-        if kind is bool:
-            known = {"true": True, "1": True, "false": False, "0": False}
-            return known.get(text.lower(), text) if str in choices else known[text.lower()]
-        if kind in (int, float, str):
-            return kind(text)
-        value = ast.literal_eval(text)
-        if kind is dict and not isinstance(value, dict):
-            raise ValueError
-        return value
-    except (KeyError, ValueError, SyntaxError):
-        if kind is typing.Any and key == "train_dataset":
-            return text
-        wanted = {typing.Any: "a Python literal (set functions in the config file)"}.get(kind, getattr(kind, "__name__", str(kind)))
-        raise ConfigError(f"{key}={text}: the value must be {wanted}.") from None
