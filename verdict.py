@@ -8,8 +8,8 @@ samples, and weight syncs; generation's lost time is what `max_staleness` held i
     reward      the trainer waits, and a group takes longer to be scored than a rollout to be generated
     staleness   both wait: the rollouts in flight fill max_staleness before their samples reach the queue
     generation  the trainer waits, for any other reason
-    training    generation waits
-    balanced    neither does
+    training    generation waits, and the servers are less loaded than the trainer by a fifth
+    balanced    neither does, or what one side waits the other would soon wait with a GPU moved
 """
 from collections import Counter, deque
 
@@ -61,7 +61,7 @@ def judge(windows, config: Config) -> dict[str, float | str]:
     def mean(name):
         values = [metrics[name] for _, metrics in windows if metrics.get(name) is not None]
         return sum(values) / len(values) if values else None
-    time = total("perf/step_s")
+    time = total("perf/step_s")         # and these are shares of it
     waiting = total("perf/rollout_wait_s") / time
     syncing = total("perf/weight_sync_s", lambda steps, _: max(steps / config.weight_sync_steps, 1)) / time
     held = min(total("rollout/backpressure_s", lambda _, metrics: metrics.get("rollout/backpressure_count", 0)) / time, 1)
@@ -76,7 +76,8 @@ def judge(windows, config: Config) -> dict[str, float | str]:
         slow_reward = not full and scoring > (mean("rollout/duration_s") or 0)
         bound, lost = "reward" if slow_reward else "staleness" if held >= LOST and not full else "generation", waiting
     else:
-        bound, lost = ("training" if held >= LOST else "balanced"), max(held, waiting)
+        idle = held if load is None else min(held, 1 - load)
+        bound, lost = "training" if held >= LOST and (ratio is None or ratio < 1 - 2 * LOST) else "balanced", max(idle, waiting)
     advice = dict(
         sync=lambda: f"raise weight_sync_steps={config.weight_sync_steps} or use a faster weight_sync_backend than {config.weight_sync_backend!r}",
         reward=lambda: f"scoring a group takes {scoring:.2g} s with its waiting: make the reward functions faster, or async, to score groups at once",
@@ -120,8 +121,10 @@ def trend(records: list[dict], name: str) -> tuple[float, float] | None:
 def saturation(records: list[dict], reward_range: tuple[float, float] | None = None) -> tuple[str, str]:
     """(diagnosis, what to do). `reward_range`: the reward's lowest and highest value; None: what was seen, and at least 0 to 1."""
     silent, dropped, reward = (trend(records, name) for name in ("frac_reward_zero_std", "reward_dropped", "reward"))
-    if silent is None or silent[1] < 0.5 and silent[1] - silent[0] < 0.2 or dropped is None or reward is None:
+    if silent is None or silent[1] < 0.5 and silent[1] - silent[0] < 0.2:
         return "healthy: most groups produce a gradient", "nothing"
+    if dropped is None or reward is None:
+        return "no dropped group has a reward: every reward function returned None", "check the reward functions and their columns"
     seen = [record[name] for record in records for name in ("reward", "reward_kept", "reward_dropped") if record.get(name) is not None]
     low, high = reward_range or (min(seen + [0.0]), max(seen + [1.0]))
     place, falls = (dropped[1] - low) / (high - low), 0.1 * (high - low)
