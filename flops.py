@@ -4,6 +4,7 @@ Counted is what the objective needs, not what was executed: forward and backward
 nothing that checkpointing recomputes), the head at the loss terms alone, attention at the (query, key) pairs of the tree. A multiply and
 its add are two. Left out: norms, activations, rotary embeddings, softmax, the optimizer; they are not matrix products.
 """
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,10 +16,10 @@ from packing import Row
 PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_vl_text")
 EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")     # Gated DeltaNet layers; the others' attention has an output gate
-# Dense FLOP/s of the data sheets, without sparsity; the first name found in the device's is taken. Half precisions share one number.
+# Dense FLOP/s of the data sheets, without sparsity; the first name among the words of the device's is taken. Half precisions share one number.
 PEAKS = {"B200": dict(half=2250e12, tf32=1120e12), "H200": dict(half=989e12, tf32=494e12, float32=67e12), "H100 PCIe": dict(half=756e12, tf32=378e12),
          "H100 NVL": dict(half=835e12, tf32=417e12), "H100": dict(half=989e12, tf32=494e12, float32=67e12), "H800": dict(half=989e12),
-         "H20": dict(half=148e12), "GH200": dict(half=989e12, tf32=494e12), "A100": dict(half=312e12, tf32=156e12, float32=19.5e12),
+         "H20": dict(half=148e12), "GH200": dict(half=989e12, tf32=494e12), "GB200": dict(half=2500e12), "A100": dict(half=312e12, tf32=156e12, float32=19.5e12),
          "A800": dict(half=312e12, tf32=156e12, float32=19.5e12), "L40S": dict(half=362e12, tf32=183e12), "MI300X": dict(half=1307e12),
          "MI325X": dict(half=1307e12), "MI250X": dict(half=191.5e12)}      # of one of its two dies, which is one device
 
@@ -75,7 +76,7 @@ def step_flops(cost: Cost, rows: list[Row], trained_share: float = 1.0) -> float
 
 def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None:
     """Of one device at "bfloat16", "float16" or "float32"; None where it is not known."""
-    of_device = next((peaks for name, peaks in PEAKS.items() if name in device_name), {})
+    of_device = next((peaks for name, peaks in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), {})
     return of_device.get("half" if dtype in ("bfloat16", "float16") else "tf32" if tf32 and dtype == "float32" else dtype)
 
 
