@@ -24,13 +24,17 @@ class Verdict:
     """Takes each logged window and judges the last few; `summary` judges the run."""
 
     def __init__(self, config: Config):
-        self.config, self.last_step, self.windows, self.judged = config, 0, deque(maxlen=WINDOWS), []
+        self.config, self.last_step, self.windows, self.judged, self.starting = config, 0, deque(maxlen=WINDOWS), [], True
 
     def judge(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
         """The `verdict/*` metrics of the window that ends at `step`; {} without the times of a step."""
         if not metrics.get("perf/step_s"):
             return {}
         steps, self.last_step = min(step - self.last_step, self.config.logging_steps) or 1, step
+        if self.starting and self.judged:    # the first window has the start of everything in it: it counts only while it is the only one
+            self.starting = False
+            self.windows.clear()
+            self.judged.clear()
         self.windows.append((steps, metrics))
         verdict = judge(self.windows, self.config)
         self.judged.append((verdict, metrics["perf/step_s"] * steps))

@@ -110,13 +110,12 @@ def judged(config=None, **metrics):
 
 
 def test_shares_are_times_over_the_time_of_the_window():
-    """2 s of waiting in a step of 10 s and 6 s in one of 30 s: 8 of 40; a sync every second step, so once in two."""
-    verdict = Verdict(tiny_config(weight_sync_steps=2, logging_steps=1))
-    verdict.judge(1, {"perf/step_s": 10.0, "perf/rollout_wait_s": 2.0})
-    second = verdict.judge(2, {"perf/step_s": 30.0, "perf/rollout_wait_s": 6.0, "perf/weight_sync_s": 4.0})
-    assert second["verdict/bound"] == "generation" and second["verdict/lost_frac"] == pytest.approx(8 / 40)
-    third = Verdict(tiny_config(weight_sync_steps=2, logging_steps=4))
-    assert third.judge(4, {"perf/step_s": 10.0, "perf/weight_sync_s": 6.0})["verdict/lost_frac"] == pytest.approx(2 * 6 / 40)
+    """2 s of waiting in a step of 10 s and 6 s in one of 30 s: 8 of 40. Two syncs of 6 s in four steps of 10 s: 12 of 40."""
+    windows = [(1, {"perf/step_s": 10.0, "perf/rollout_wait_s": 2.0}), (1, {"perf/step_s": 30.0, "perf/rollout_wait_s": 6.0, "perf/weight_sync_s": 4.0})]
+    both = judge(windows, tiny_config(weight_sync_steps=2))
+    assert both["verdict/bound"] == "generation" and both["verdict/lost_frac"] == pytest.approx(8 / 40)
+    sparse = Verdict(tiny_config(weight_sync_steps=2, logging_steps=4))
+    assert sparse.judge(4, {"perf/step_s": 10.0, "perf/weight_sync_s": 6.0})["verdict/lost_frac"] == pytest.approx(2 * 6 / 40)
 
 
 def test_held_back_time_is_the_mean_wait_times_the_number_of_waits():
@@ -141,6 +140,15 @@ def test_the_servers_share_is_their_load_to_the_trainers():
 def test_a_waiting_trainer_is_told_which_limit_holds_generation_back(metrics, words):
     verdict = judged(perf__rollout_wait_s=5.0, **metrics)
     assert verdict["verdict/bound"] == "generation" and verdict["verdict/advice"].startswith(words)
+
+
+def test_the_first_window_with_the_start_of_everything_in_it_does_not_colour_later_ones():
+    verdict = Verdict(tiny_config())
+    assert verdict.judge(1, {"perf/step_s": 100.0, "perf/rollout_wait_s": 90.0})["verdict/lost_frac"] == 0.9
+    assert verdict.judge(2, {"perf/step_s": 10.0})["verdict/bound"] == "balanced"
+    assert verdict.judge(3, {"perf/step_s": 30.0, "perf/rollout_wait_s": 20.0})["verdict/lost_frac"] == 0.5
+    sentence, = verdict.summary()
+    assert sentence.startswith("generation-bound for 75% of the time, 50% of it lost; ")
 
 
 def test_a_run_without_times_has_no_verdict():
