@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ LATEST = ("num_tokens", "epoch", "learning_rate", "model_version")     # the val
 NEVER_HIDDEN = ("loss", "grad_norm")                                   # a NaN of these must reach the log
 
 
+@cache
 def rule(name: str) -> str:
     """How a window aggregates `name`: latest, sum, max, min or mean (weighted by what it was measured over)."""
     if name in LATEST:
