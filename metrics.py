@@ -90,21 +90,22 @@ class Logger:
     """Writes one dict a window to output_dir/metrics.jsonl, the console and, with report_to, wandb or TensorBoard."""
 
     def __init__(self, config: Config, total_steps: int | None):
-        for path in (Path(config.output_dir) / "completions.jsonl", Path(config.output_dir) / "metrics.jsonl"):
+        folder = Path(config.output_dir)
+        for path in (folder / "metrics.jsonl", folder / "completions.jsonl"):
             if path.exists():                         # an earlier run's: kept beside the new one
                 path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}.jsonl"))
-        self.file, self.started, self.records, self.config, self.wandb, self.board = path.open("w"), time.time(), [], config, None, None
-        self.verdict = Verdict(config)
+        self.file, self.started, self.config, self.wandb, self.board = (folder / "metrics.jsonl").open("w"), time.time(), config, None, None
+        self.verdict, self.records = Verdict(config), []
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
         if config.report_to == "wandb":
             import wandb
-            self.wandb = wandb.init(project=config.project, name=config.run_name or Path(config.output_dir).name, dir=config.output_dir)
+            self.wandb = wandb.init(project=config.project, name=config.run_name or folder.name, dir=config.output_dir)
         elif config.report_to == "tensorboard":
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ConfigError("report_to='tensorboard' needs a package that is missing: pip install tensorboard.") from error
-            self.board = SummaryWriter(str(Path(config.output_dir) / "tensorboard"))
+            self.board = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: dict[str, float], table: list[dict] = ()) -> None:
         """One window, with the last scored group's completions."""

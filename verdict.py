@@ -87,7 +87,7 @@ def judge(windows, config: Config) -> dict[str, float | str]:
         reward=lambda: f"scoring a group takes {scoring:.2g} s with its waiting: make the reward functions faster, or async, to score groups at once",
         staleness=lambda: f"raise max_staleness={config.max_staleness}: rollouts in flight fill it before their samples reach the queue",
         generation=lambda: faster_generation(config, mean("frac_reward_zero_std") or 0, running, cap, usage, ratio),
-        training=lambda: "give the trainer more GPUs" + (f": about {ratio:.2g} times as many server GPUs a trainer GPU as now" if ratio else " and the servers fewer"),
+        training=lambda: "give the trainer more GPUs" + split_in_words(ratio),
         balanced=lambda: "nothing to change")[bound]()
     verdict = {"verdict/bound": bound, "verdict/lost_frac": lost, "verdict/advice": advice}
     return verdict if ratio is None or bound in ("reward", "staleness") else verdict | {"verdict/server_ratio": ratio}
@@ -100,8 +100,12 @@ def faster_generation(config: Config, silent: float, running: float, cap: float,
     if running >= 0.9 * config.max_concurrent_rollouts and (usage is None or usage < 0.6):
         return f"raise max_concurrent_rollouts={config.max_concurrent_rollouts}: it limits what is in flight"
     if running >= 0.9 * cap:
-        return "give the servers more GPUs" + (f": about {ratio:.2g} times as many a trainer GPU as now" if ratio else "")
+        return "give the servers more GPUs" + split_in_words(ratio)
     return f"{running:.0f} of at most {cap:.0f} rollouts are in flight: look at the servers, long rollouts and slow tools"
+
+
+def split_in_words(ratio: float | None) -> str:
+    return f": about {ratio:.2g} times as many server GPUs for each trainer GPU as now" if ratio else ""
 
 
 def balanced_split(verdict: dict, server_gpus: int, trainer_gpus: int) -> float | None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, tiny_config, tiny_moe
@@ -18,6 +19,7 @@ from wandb.proto import wandb_internal_pb2
 import glossary
 from config import ConfigError
 from metrics import Logger, Window, names_table, rule
+from train import speed
 
 
 @pytest.mark.parametrize("name, how", [
@@ -61,6 +63,16 @@ def test_a_measurement_over_nothing_does_not_count():
 def test_a_rate_is_the_sum_of_tokens_over_the_sum_of_seconds():
     name = "perf/wall_clock_trained_tokens_per_s"
     assert window_of((name, 1000 / 1, 1), (name, 1000 / 9, 9)).result() == {name: pytest.approx(2000 / 10)}
+
+
+def test_a_utilization_is_the_windows_work_over_its_seconds():
+    """60 %·s of work in 2 s and again in 10 s: 10 %, not the mean of 30 and 6."""
+    plan, window = SimpleNamespace(forwarded_tokens=1, trained_tokens=1), Window()
+    assert speed(plan, 2.0, 5.0, 60.0)["perf/fwd_bwd_mfu"] == (30.0, 2.0) and not any("mfu" in name for name in speed(plan, 2.0, 5.0))
+    for seconds in (2.0, 10.0):
+        window.add_all(speed(plan, seconds, 2 * seconds, 60.0))
+    metrics = window.result()
+    assert metrics["perf/fwd_bwd_mfu"] == pytest.approx(10) and metrics["perf/wall_clock_mfu"] == pytest.approx(5)
 
 
 def test_counts_are_summed_and_extremes_kept():
