@@ -114,6 +114,7 @@ perf/wall_clock_forwarded_tokens_per_s | tokens/s | forwarded, over the whole st
 perf/wall_clock_trained_tokens_per_s | tokens/s | trained, over the whole step: what a run is judged by | | climbs with tuning
 perf/fwd_bwd_mfu | % | model FLOPs utilization of the training devices over forward and backward, forwarded tokens counted once | device's peak and architecture known | above 20; sharing tokens lowers it
 perf/wall_clock_mfu | % | the same, over the whole step | device's peak and architecture known | near the one above
+eval/{metric} * | its own | the same of an evaluation's rollouts; not weighed over a window | evaluation | as in training
 verdict/bound * | word | what holds the run back: generation, training, sync, reward, staleness, or balanced | | balanced
 verdict/lost_frac * | fraction | of the time lost to it | | below 0.1
 verdict/advice * | text | what to change | | nothing

@@ -24,7 +24,7 @@ NEVER_HIDDEN = ("loss", "grad_norm")                                   # a NaN o
 @cache
 def rule(name: str) -> str:
     """How a window aggregates `name`: latest, sum, max, min or mean (weighted by what it was measured over)."""
-    if name in LATEST:
+    if name in LATEST or name.startswith("eval/"):    # an evaluation's values are final
         return "latest"
     words = name.rsplit("/", 1)[-1].split("_")
     return next((r for word, r in (("count", "sum"), ("max", "max"), ("min", "min")) if word in words), "mean")
@@ -89,12 +89,11 @@ def seconds(start, end) -> float:
 class Logger:
     """Writes one dict a window to output_dir/metrics.jsonl, the console and, with report_to, wandb or TensorBoard."""
 
-    def __init__(self, config: Config, total_steps: int | None):
+    def __init__(self, config: Config, total_steps: int | None, resumed: int = 0):
+        """resumed: the step that the run goes on from; lines up to it stay."""
         folder = Path(config.output_dir)
-        for path in (folder / "metrics.jsonl", folder / "completions.jsonl"):
-            if path.exists():                         # an earlier run's: kept beside the new one
-                path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}.jsonl"))
-        self.file, self.started, self.config, self.wandb, self.board = (folder / "metrics.jsonl").open("w"), time.time(), config, None, None
+        self.file, self.table = (self._open(folder / name, resumed) for name in ("metrics.jsonl", "completions.jsonl"))
+        self.started, self.config, self.wandb, self.board = time.time(), config, None, None
         self.verdict, self.records = Verdict(config), []
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
         if config.report_to == "wandb":
@@ -106,6 +105,15 @@ class Logger:
             except ImportError as error:
                 raise ConfigError("report_to='tensorboard' needs a package that is missing: pip install tensorboard.") from error
             self.board = SummaryWriter(str(folder / "tensorboard"))
+
+    @staticmethod
+    def _open(path: Path, resumed: int):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        if path.exists():                             # an earlier run's: kept beside the new one
+            path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}.jsonl"))
+        file = path.open("w")
+        file.writelines(line for line in lines if resumed and line.endswith("\n") and json.loads(line)["step"] <= resumed)
+        return file
 
     def log(self, step: int, metrics: dict[str, float], table: list[dict] = ()) -> None:
         """One window, with the last scored group's completions."""
@@ -129,9 +137,8 @@ class Logger:
     def _log_completions(self, step: int, table: list[dict]) -> None:
         """To the console, to completions.jsonl, and as a table to wandb."""
         print_completions(step, table, self.config.num_completions_to_print)
-        with (Path(self.config.output_dir) / "completions.jsonl").open("a") as file:
-            for row in table:
-                self._write(file, {"step": step} | {name: None if value != value else value for name, value in row.items()})
+        for row in table:
+            self._write(self.table, {"step": step} | {name: None if value != value else value for name, value in row.items()})
         if self.wandb:
             import wandb
             self.wandb.log({"completions": wandb.Table(["step", *table[0]], [[step, *row.values()] for row in table])}, step=step)
@@ -151,6 +158,7 @@ class Logger:
         for sentence in self.verdict.summary():
             print(f"verdict: {sentence}", flush=True)
         self.file.close()
+        self.table.close()
         if self.wandb:
             self.wandb.finish()
         if self.board:
