@@ -176,12 +176,13 @@ def saturation_tables(run: Run) -> str:
 
 
 def completions_table(run: Run, columns: int = 4, rows: int = 3) -> str:
-    """A few completions of steps spread over training, side by side."""
+    """Completions of steps spread over training, side by side: each group's best, its middle and its worst."""
     if not run.completions:
         return f"<h2>Completions: {html.escape(run.name)}</h2><p>None were kept: train with log_completions=True.</p>"
     steps = sorted({row["step"] for row in run.completions})
     steps = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, columns)})]
-    groups = [[row for row in run.completions if row["step"] == step][:rows] for step in steps]
+    groups = [sorted((row for row in run.completions if row["step"] == step), key=lambda row: -row["advantage"]) for step in steps]
+    groups = [[group[i] for i in sorted({round(i) for i in np.linspace(0, len(group) - 1, rows)})] for group in groups]
 
     def cell(row):
         reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}, advantage {row['advantage']:+.2f}"
