@@ -83,7 +83,7 @@ def judge(windows, config: Config) -> dict[str, float | str]:
         idle = held if load is None else min(held, 1 - load)
         bound, lost = "training" if held >= LOST and (ratio is None or ratio < 1 - 2 * LOST) else "balanced", max(idle, waiting)
     advice = dict(
-        sync=lambda: f"raise weight_sync_steps={config.weight_sync_steps} or use a faster weight_sync_backend than {config.weight_sync_backend!r}",
+        sync=lambda: f"raise weight_sync_steps={config.weight_sync_steps}" + " or use a faster weight_sync_backend" * (config.weight_sync_backend == "disk"),
         reward=lambda: f"scoring a group takes {scoring:.2g} s with its waiting: make the reward functions faster, or async, to score groups at once",
         staleness=lambda: f"raise max_staleness={config.max_staleness}: rollouts in flight fill it before their samples reach the queue",
         generation=lambda: faster_generation(config, mean("frac_reward_zero_std") or 0, running, cap, usage, ratio),
