@@ -92,7 +92,8 @@ class Logger:
     def __init__(self, config: Config, total_steps: int | None, resumed: int = 0):
         """resumed: the step that the run goes on from; lines up to it stay."""
         folder = Path(config.output_dir)
-        self.file, self.table = (self._open(folder / name, resumed) for name in ("metrics.jsonl", "completions.jsonl"))
+        self.file = self._open(folder / "metrics.jsonl", resumed)
+        self.table = self._open(folder / "completions.jsonl", resumed) if config.log_completions else None
         self.started, self.config, self.wandb, self.board = time.time(), config, None, None
         self.verdict, self.records = Verdict(config), []
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
@@ -158,7 +159,8 @@ class Logger:
         for sentence in self.verdict.summary():
             print(f"verdict: {sentence}", flush=True)
         self.file.close()
-        self.table.close()
+        if self.table:
+            self.table.close()
         if self.wandb:
             self.wandb.finish()
         if self.board:
