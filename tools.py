@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -49,6 +50,7 @@ class Chat:
     def __init__(self, tokenizer, template_kwargs: dict | None, tools: list[Callable], eos_token_ids: list[int], parser=None):
         self.tokenizer, self.eos_token_ids, self.schemas = tokenizer, eos_token_ids, [tool_schema(tool) for tool in tools]
         self.kwargs, self.known = dict(template_kwargs or {}, tools=self.schemas), {}
+        self.encode_turn = lru_cache(4096)(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
         self.ends = re.compile("|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(eos_token_ids)))
         self.probe = Call(self.schemas[0]["function"]["name"], dict(probe="value"))
         written = self._probe_calls()
@@ -96,7 +98,9 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **self.kwargs)
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids. Each turn's by itself, for its end splits the text anyway: a turn that is rendered again is not encoded again."""
+        cuts = [0, *(match.start() for match in self.ends.finditer(text)), len(text)]
+        return list(chain.from_iterable(self.encode_turn(text[start:end]) for start, end in pairwise(cuts)))
 
     def _after(self, reply: dict, new: list[dict]) -> str:
         """What the template writes after a reply's text: its end-of-turn token, separators, the new messages, and the assistant's opening."""

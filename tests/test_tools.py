@@ -185,6 +185,22 @@ def test_rendering_a_long_conversation_costs_what_each_turn_adds(chat, tokenizer
     assert max(encoded[1:]) < 300 and sum(encoded) < 40 * 300 < len(tokenizer.decode(prompt)) * 2
 
 
+def test_a_tokenizer_that_marks_word_starts_marks_none_where_a_conversation_goes_on():
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = ["<unk>", "<end>", "\u2581", "hear", "\u2581hear", "ask", "\u2581ask", "said", "\u2581said", "0", "1", "add", ":"]
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Split(Regex(r"\d|:"), "isolated")])
+    plain.add_special_tokens([AddedToken("<end>", special=True)])
+    marking = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>", eos_token="<end>")
+    marking.chat_template = "{% for m in messages %}{{ m.content + '<end>' }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    one = Chat(marking, None, [add], [1], "hermes")
+    messages = [dict(role="user", content="ask"), dict(role="assistant", content="said")]
+    turn = TurnRecord(one.prompt(messages[:1]), [words.index("said"), 1])
+    assert turn.prompt_ids == [words.index("\u2581ask"), 1]
+    assert one.next_prompt(messages, [tool_message(0, "add", "hear")], turn) == [*turn.prompt_ids, words.index("said"), 1, words.index("hear"), 1]
+
+
 # Reading calls
 
 ONE = [Call("add", dict(a=1, b=2))]
@@ -420,6 +436,14 @@ def test_the_error_of_a_malformed_call_goes_back_to_the_model_which_may_do_bette
     second = next(prompt for prompt, _ in scripted.sampled if scripted.tokenizer.decode(prompt).count("<|im_start|>assistant") == 2)
     assert "the tool call is not valid JSON" in scripted.tokenizer.decode(second) and len(out.samples) == 2 and trained_once(out, scripted)
     assert (out.metrics["tools/call_frequency"], out.metrics["tools/failure_frequency"], out.metrics["tools/add/failure_count"]) == (2, 0.5, 0)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_a_malformed_call_costs_no_rollout_and_counts_as_one_failure(agent, body):
+    out, scripted = agent(lambda text, turn, seed: f"<tool_call>{body[:99]}</tool_call>{hermes(a=1, b=2)}" if turn == 0 else "3")
+    assert len(out.samples) == 2 and trained_once(out, scripted) and out.metrics["tools/failure_frequency"] == 0.5
+    second = scripted.tokenizer.decode(scripted.sampled[-1][0])
+    assert second.index("<|im_start|>tool\nError: ") < second.index("<|im_start|>tool\n3<|im_end|>")
 
 
 def test_no_call_of_a_turn_that_was_cut_off_is_run(agent, tokenizer):
