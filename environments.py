@@ -40,7 +40,7 @@ class EnvironmentPool:
     @asynccontextmanager
     async def lend(self, row: dict, prompt: list[dict]):
         """An instance reset to the row's columns; the task that reset returns is added to `prompt`, which is this rollout's own."""
-        name = row["environment"] if len(self.factories) > 1 or None not in self.factories else None
+        name = None if None in self.factories else row["environment"]
         idle = self.idle[name]
         env = idle.pop() if idle else await call_function(self.factories[name], {})
         try:

@@ -544,6 +544,31 @@ def test_text_of_special_tokens_in_a_result_ends_no_rollout_and_trains_nothing_i
     assert len(out.samples) == 2 and trained_once(out, scripted)
 
 
+# An agent of one's own
+
+def test_an_external_agents_chat_completions_are_turns_and_a_reply_it_rewrites_forks(agent, tokenizer, encode):
+    from configs.external_agent import DoubtingAgent, last_reply
+    sampled = []
+
+    def chat(body):
+        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+        ids = [[88, 85, 92, 92, 95, END], [*encode(f"{len(sampled) % 4}"), END]][body["seed"] % 2]        # "hello" by letters, or a number
+        sampled.append((prompt, ids))
+        top = [[dict(token=f"token_id:{i}", logprob=-0.5), dict(token="token_id:9", logprob=-9999.0), dict(token="token_id:8", logprob=-2.0)] for i in ids]
+        return dict(id="x", object="chat.completion", created=0, model="tiny", prompt_token_ids=prompt, choices=[dict(
+            index=0, finish_reason="stop", token_ids=ids, message=dict(role="assistant", content=tokenizer.decode(ids[:-1])),
+            logprobs=dict(content=[entries[0] | dict(top_logprobs=entries) for entries in top]))])
+    agent.server.chat = chat
+    out, scripted = agent(None, loop_cls=DoubtingAgent, tools=None, reward_funcs=even_odd, num_generations=2)
+    scripted.sampled = sampled
+    assert len(sampled) == 4 and trained_once(out, scripted) and out.metrics["rollout/turns_mean"] == 2
+    assert out.metrics["rollout/fork_frac"] == sum(ids[0] == 88 and prompt == min(sampled)[0] for prompt, ids in sampled) / 2
+    assert all(s.topk_ids[0].tolist() == [s.input_ids[s.trained_index[0]], 8] and s.topk_logprobs[0].tolist() == [-0.5, -2.0] for s in out.samples)
+    asked = agent.server.bodies[0]
+    assert (asked["top_logprobs"], asked["temperature"], asked["max_tokens"], asked["top_k"]) == (3, 1.0, 64, 0) and len({b["seed"] for b in agent.server.bodies}) == 4
+    assert last_reply([[dict(content="It is 7.")]], [7]) == [1.0]
+
+
 def test_two_tools_of_one_name_are_refused(agent):
     class Env:
         def reset(self):
