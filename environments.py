@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from config import ConfigError
+from config import Config, ConfigError
 from metrics import Window
 from tools import call_function
 
@@ -21,21 +21,21 @@ class EnvironmentPool:
         self.idle: dict[str | None, list] = {name: [] for name in self.factories}
         self.metrics = metrics
 
-    async def open(self) -> list[list[Callable]]:
-        """Make one instance of each kind, so that a broken one shows before generation -> the tools of each."""
-        made = []
+    async def open(self, config: Config) -> list[list[Callable]]:
+        """Make one instance of each kind -> the tools that its rollouts see, or the config's alone. Raises ConfigError for what cannot work."""
+        seen, rewarded = [], bool(config.reward_functions or config.loop_cls)
         for name, factory in self.factories.items():
             env = await call_function(factory, {})
             if not callable(getattr(env, "reset", None)):
                 raise ConfigError(f"{type(env).__name__} of environment_factory has no method reset(**columns), which begins a rollout: add one.")
+            if not rewarded and not hasattr(env, "get_reward"):
+                raise ConfigError(f"nothing rewards the rollouts of {type(env).__name__}: pass reward_funcs, or let it define get_reward(self) -> float.")
             self.idle[name].append(env)
-            made.append(public_methods(env))
-        return made
-
-    @property
-    def own_the_reward(self) -> bool:
-        """Of those made by `open`, whether every kind has get_reward."""
-        return bool(self.idle) and all(hasattr(env, "get_reward") for envs in self.idle.values() for env in envs)
+            seen.append([*(config.tools or []), *public_methods(env)])
+            names = [tool.__name__ for tool in seen[-1]]
+            if len({*names}) < len(names):
+                raise ConfigError(f"two tools have one name ({', '.join(sorted(names))}): rename one, in tools or in {type(env).__name__}.")
+        return seen or [list(config.tools or [])]
 
     @asynccontextmanager
     async def lend(self, row: dict, prompt: list[dict]):

@@ -203,7 +203,9 @@ class AsyncRolloutLoop:
         self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
         async with self.servers:
             try:
-                await self._open_environments()
+                for tools in await self.environments.open(self.config):
+                    if tools and not self.config.loop_cls:       # a broken tool or template shows before the first prompt
+                        self.chat(tools)
                 await self.setup()
                 async with asyncio.TaskGroup() as tasks:
                     scorers = SCORERS if all(map(inspect.iscoroutinefunction, self.config.reward_functions)) else 1
@@ -218,18 +220,6 @@ class AsyncRolloutLoop:
         self._report([])
         self.shared.samples.put(None)
         self.shared.heartbeat.value = math.inf       # what is left is the trainer's to read
-
-    async def _open_environments(self) -> None:
-        """Everything about tools and environments that can be wrong before the first prompt is found here. Raises ConfigError."""
-        own, funcs = list(self.config.tools or []), self.config.reward_functions
-        for methods in await self.environments.open() or [[]]:
-            tools, names = own + methods, [tool.__name__ for tool in own + methods]
-            if len({*names}) < len(names):
-                raise ConfigError(f"two tools have one name ({', '.join(sorted(names))}): rename one, in tools or in the environment.")
-            if tools and type(self).generate_one is AsyncRolloutLoop.generate_one:
-                self.chat(tools)
-        if not funcs and type(self).generate_one is AsyncRolloutLoop.generate_one and not self.environments.own_the_reward:
-            raise ConfigError("nothing gives a reward: pass reward_funcs, or let every environment define get_reward(self) -> float.")
 
     async def _beat(self) -> None:
         while True:

@@ -198,7 +198,7 @@ class NoReset:
     pass
 
 
-@pytest.mark.parametrize("environment, words", [(NoReward, "nothing gives a reward"), (NoReset, "NoReset of environment_factory has no method reset")])
+@pytest.mark.parametrize("environment, words", [(NoReward, "nothing rewards the rollouts of NoReward"), (NoReset, "NoReset of environment_factory has no method reset")])
 def test_an_environment_that_lacks_what_it_needs_is_a_sentence_before_the_first_request(play, environment, words):
     with pytest.raises(ConfigError, match=words):
         play(lambda *_: "x", environment_factory=environment)
