@@ -1,10 +1,11 @@
 """The agent examples against real vLLM on the CPU, three steps each, apart from the test run:  pytest -s tests/agent_drills.py  (about 10 minutes).
 
-A proxy in front of the server writes down what it sampled, the trainer what it trains: each sampled token of a trained rollout is trained
+Everything a run leaves is in runs/agent_drills. A proxy in front of the server writes down what it sampled, the trainer what it trains: each sampled token of a trained rollout is trained
 once, in order, after the tokens it was sampled after.
 """
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,9 +21,11 @@ from drills import stop, until
 from serve import answers
 
 PORT = 8401
+FOLDER = ROOT / "runs" / "agent_drills"
 RECORDING = '''
 import sys
 from dataclasses import replace
+sys.path.insert(0, {tests!r})
 from configs.{name} import config
 from agent_examples import *
 config = replace(config, launch_server=False{changes})
@@ -58,9 +61,13 @@ class Recorder:
 
     async def handle(self, request):
         body = await request.read()
-        async with self.session.request(request.method, self.target + request.path_qs, data=body, headers={
-                "Content-Type": request.headers.get("Content-Type", "application/json")}) as reply:
-            content = await reply.read()
+        try:
+            async with self.session.request(request.method, self.target + request.path_qs, data=body, headers={
+                    "Content-Type": request.headers.get("Content-Type", "application/json")}) as reply:
+                content = await reply.read()
+        except aiohttp.ClientError:
+            request.transport.abort()
+            return web.Response()
         if reply.status == 200 and request.path.endswith(("/generate", "/chat/completions")):
             said = json.loads(content)
             prompt = said.get("prompt_token_ids") or json.loads(body)["token_ids"]
@@ -86,29 +93,32 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def recorder(tmp_path_factory, small_model):
-    log = (tmp_path_factory.mktemp("server") / "log").open("w")
+def recorder(small_model):
+    FOLDER.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen([sys.executable, "serve.py", "configs/increment_env.py", "vllm_max_model_length=1024", f"vllm_server_base_url=http://127.0.0.1:{PORT}"],
-                              cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                              cwd=ROOT, stdout=(FOLDER / "vllm.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True)
     try:
         until(lambda: answers(f"http://127.0.0.1:{PORT}"), 240)
         with Recorder(f"http://127.0.0.1:{PORT}") as recorder:
             yield recorder
     finally:
+        print((FOLDER / "vllm.log").read_text()[-1000:] if server.poll() is not None else "")
         stop(server)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_trained_token_is_what_the_server_sampled_in_order_and_once(tmp_path, recorder, example):
-    name, changes = EXAMPLES[example]
-    path, trained, recorder.sampled = tmp_path / "example.py", tmp_path / "trained", []
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n" + RECORDING.format(name=name, changes=changes, trained=str(trained)))
+def test_over_several_turns_every_trained_token_is_what_the_server_sampled_in_order_and_once(recorder, example):
+    (name, changes), folder = EXAMPLES[example], FOLDER / example
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    path, trained, recorder.sampled = folder / "example.py", folder / "trained", []
+    path.write_text(RECORDING.format(tests=str(ROOT / "tests"), name=name, changes=changes, trained=str(trained)))
     started = time.monotonic()
-    run = subprocess.run([sys.executable, "train.py", str(path), f"vllm_server_base_url=http://127.0.0.1:{PORT + 1}", f"output_dir={tmp_path}/run", "disable_tqdm=true",
-                          "max_steps=3", "num_generations=4", "vllm_max_model_length=1024", "token_budget=1024", "max_completion_length=32"],
+    run = subprocess.run([sys.executable, "train.py", str(path), f"vllm_server_base_url=http://127.0.0.1:{PORT + 1}", f"output_dir={folder}/run", "disable_tqdm=true",
+                          "max_steps=3", "num_generations=4", "vllm_max_model_length=1024", "token_budget=512", "max_completion_length=32"],
                          cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in trained.read_text().splitlines()]
     taken = Counter()
     for rollout_id, ids, index in samples:
