@@ -465,7 +465,7 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
     from model import eos_token_ids, load_tokenizer
     config = load_config(argv)
     tokenizer = load_tokenizer(config)
-    rows = load_rows(config.train_dataset, config.train_split, config.environment_factory)
+    rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
     loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group)
     work = asyncio.create_task(loop.run())
     parent = multiprocessing.parent_process()
