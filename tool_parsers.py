@@ -38,7 +38,7 @@ def _json(text: str):
     """The decoded value, or the decoding error itself, which no JSON value is."""
     try:
         return json.loads(text, strict=False)        # models write newlines inside strings
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:    # a ValueError too for a number of thousands of digits
         return error
 
 
@@ -67,7 +67,7 @@ def parse_llama3_json(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
     while at < len(body):
         try:
             value, at = decoder.raw_decode(body, at)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             begun = marked or values or re.match(r'\{\s*"(name|type)"', body)
             return ("", [*values, Call(None, error=f"the tool call is not valid JSON ({error}): {body[at:at + 200]}")]) if begun else (text, [])
         if not marked and not (isinstance(value, dict) and value.keys() & {"parameters", "arguments"} and "name" in value):

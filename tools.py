@@ -1,5 +1,6 @@
 """Chat rendering, tool calls, and turns → samples: what the server sampled becomes what is trained, token for token."""
 import asyncio
+import copy
 import inspect
 import json
 import re
@@ -50,7 +51,7 @@ class Chat:
     def __init__(self, tokenizer, template_kwargs: dict | None, tools: list[Callable], eos_token_ids: list[int], parser=None):
         self.tokenizer, self.eos_token_ids, self.schemas = tokenizer, eos_token_ids, [tool_schema(tool) for tool in tools]
         self.kwargs, self.known = dict(template_kwargs or {}, tools=self.schemas), {}
-        self.encode_turn = lru_cache(4096)(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        self.encode_turn = lru_cache(4096)(lambda text: tokenizer(valid(text), add_special_tokens=False)["input_ids"])
         self.ends = re.compile("|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(eos_token_ids)))
         self.probe = Call(self.schemas[0]["function"]["name"], dict(probe="value"))
         written = self._probe_calls()
@@ -192,11 +193,11 @@ async def _result_of(call: Call, tools: dict[str, Callable]) -> tuple[str, bool]
     if call.name not in tools:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools)}.", True
     try:
-        return result_text(await call_function(tools[call.name], call.arguments)), False
+        return result_text(await call_function(tools[call.name], copy.deepcopy(call.arguments))), False      # the message keeps what was said
     except (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:       # the last three would end more than the call
         if asyncio.current_task().cancelling():
             raise
-        return f"Error: {type(error).__name__}: {error}", True
+        return f"Error: {type(error).__name__}: {valid(str(error))}", True
 
 
 async def call_function(function: Callable, kwargs: dict):
@@ -206,10 +207,14 @@ async def call_function(function: Callable, kwargs: dict):
 
 
 def result_text(result) -> str:
-    """A tool's result as the content of a message, which must be a string that UTF-8 can hold."""
+    """A tool's result as the content of a message."""
     if isinstance(result, bytes):
         result = result.decode(errors="replace")
-    text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    return valid(result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False))
+
+
+def valid(text: str) -> str:
+    """The text without half surrogate pairs, which models write as \\ud800 and no tokenizer takes."""
     return text.encode(errors="replace").decode()
 
 

@@ -269,7 +269,7 @@ def test_calls_are_read_in_every_format_in_their_order(name, text, content, call
 
 BODIES = ["{}", '{"name": null}', '{"arguments": {}}', '{"name": 3, "arguments": {}}', '{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": 7}',
           '{"name": "add", "arguments": null}', '{"name": "add", "arguments": "string"}', "[]", "null", '{"name": "add", "arguments": {"a": 1,, "b": 2}}',
-          '{"name": "add", "arguments": {"a": 1', "", "[" * 100_000]
+          '{"name": "add", "arguments": {"a": 1', "", "[" * 100_000, '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}"]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
@@ -334,6 +334,26 @@ def test_a_result_of_any_kind_is_text(value, text):
 def test_wrong_arguments_are_a_failure_that_says_why(arguments):
     text, failed = result(add, arguments)
     assert failed and "TypeError" in text
+
+
+def test_a_tool_that_changes_its_arguments_does_not_change_what_was_said():
+    call = Call("tool", dict(items=[1]))
+    assert asyncio.run(run_call(call, dict(tool=lambda items: items.append(2) or items), Window())) == ("[1, 2]", False)
+    assert call.arguments == dict(items=[1])
+
+
+def complains(a):
+    raise ValueError(f"{a} is no number")
+
+
+@pytest.mark.parametrize("template", ["QWEN25", "FORGETFUL"])
+def test_half_a_surrogate_pair_in_a_call_or_an_error_reaches_no_tokenizer(chat, encode, template):
+    one = chat(template)
+    message, (call,) = one.reply([*encode('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'), END])
+    assert call.arguments == dict(a="\ud800")
+    text, failed = asyncio.run(run_call(call, dict(add=complains), Window()))
+    ids = one.next_prompt([*ASKED, message], [tool_message(0, "add", text)], TurnRecord(one.prompt(ASKED), [5, END]))
+    assert failed and "Error: ValueError: ? is no number" in one.tokenizer.decode(ids)
 
 
 def test_calls_failures_and_unknown_names_are_counted_by_tool():
