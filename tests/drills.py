@@ -24,14 +24,14 @@ from dataclasses import replace
 sys.path.insert(0, {configs!r})
 from smollm_cpu import config
 config = replace(config, launch_server=False, max_completion_length=8, token_budget=192, vllm_server_timeout={timeout})
-main = sys.modules["__main__"]
-if hasattr(main, "pack_row"):                      # in the trainer: write down what is trained
-    plain = main.pack_row
+import planning
+if hasattr(sys.modules["__main__"], "forward_backward"):        # in the trainer: write down what is trained
+    plain = planning.pack_row
     def recording(samples, multiple=1):
         with open({trained!r}, "a") as file:
             file.writelines(f"{{sample.rollout_id}} {{sample.group_id}}\\n" for sample in samples)
         return plain(samples, multiple)
-    main.pack_row = recording
+    planning.pack_row = recording
 '''
 
 
