@@ -7,7 +7,7 @@ from pathlib import Path
 from config import ConfigError
 
 
-def load_rows(source, split: str = "train") -> Sequence[dict]:
+def load_rows(source, split: str = "train", option: str = "train_dataset") -> Sequence[dict]:
     """The rows of `source`: a .jsonl path, a `datasets` name, a Dataset, a list of dicts, or a callable returning one.
 
     Raises ConfigError when there is no row, or naming the first row whose prompt is not a conversation.
@@ -16,15 +16,15 @@ def load_rows(source, split: str = "train") -> Sequence[dict]:
     if callable(source):
         source = source()
     if source is None:
-        raise ConfigError("train_dataset is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
+        raise ConfigError(f"{option} is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
     if isinstance(source, str):
         source = _read_jsonl(Path(source)) if source.endswith((".jsonl", ".json")) else _load_dataset(source, split)
     rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
     if len(rows) == 0:
-        raise ConfigError(f"train_dataset {origin} has no rows.")
+        raise ConfigError(f"{option} {origin} has no rows.")
     for index, row in enumerate(rows):
         if problem := _prompt_problem(row):
-            raise ConfigError(f"row {index} of train_dataset {origin}: {problem}")
+            raise ConfigError(f"row {index} of {option} {origin}: {problem}")
     return rows
 
 

@@ -80,11 +80,14 @@ def seconds(start, end) -> float:
 class Logger:
     """Writes one dict a window to output_dir/metrics.jsonl, the console and, with report_to, wandb."""
 
-    def __init__(self, config: Config, total_steps: int | None):
+    def __init__(self, config: Config, total_steps: int | None, resumed: int = 0):
+        """resumed: the step that the run goes on from; lines up to it stay."""
         path = Path(config.output_dir) / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         if path.exists():                             # an earlier run's: kept beside the new one
             path.rename(path.with_name(f"metrics.{path.stat().st_mtime_ns}.jsonl"))
         self.file, self.started, self.rewards, self.wandb = path.open("w"), time.time(), [], None
+        self.file.writelines(line for line in lines if resumed and line.endswith("\n") and json.loads(line)["step"] <= resumed)
         self.bar = tqdm(total=total_steps, disable=config.disable_tqdm, unit="step", dynamic_ncols=True)   # None: off where no terminal
         if config.report_to == "wandb":
             import wandb

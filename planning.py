@@ -1,4 +1,5 @@
 """What a step trains: samples of the queue planned into micro-batches of one row a rank, ahead of training, and each rank's share."""
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -33,11 +34,12 @@ class StepPlan:
     version: int                         # when the step starts
     queued_at: float                     # mean over the samples
     last_group: int
+    trained: list[tuple[int, str]]       # group and rollout of each sample
     metrics: dict[str, tuple[float, float]]      # name -> value and the number of samples, rows or tokens it is a mean over
 
 
-def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int) -> Iterator[StepPlan]:
-    """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost.
+def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int, step: int = 0) -> Iterator[StepPlan]:
+    """Fill steps from the sample queue, from the one after `step`; the last one may have fewer micro-batches or empty rows, and no sample is lost.
 
     Runs ahead of training, so a sample's age is judged by the version that will be current when its step starts.
     """
@@ -56,8 +58,8 @@ def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, 
                 return
             yield rows
     first = feed.version
-    for step in count():
-        version = first + step // config.weight_sync_steps
+    for number in count(step % config.weight_sync_steps):
+        version = first + number // config.weight_sync_steps
         batch = list(islice(micro_batches(version), config.gradient_accumulation_steps))
         if not batch:
             return
@@ -89,7 +91,8 @@ def make_step(config: Config, batch: list[list[list[Sample]]], version: int, bud
           "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
           "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows)}, 1)) for name, value in values.items()}
     queued_at = float(np.mean([sample.queued_at for sample in samples]))
-    return StepPlan(shares, tokens, raw, sum(trained), len(samples), version, queued_at, max(s.group_id for s in samples), metrics)
+    return StepPlan(shares, tokens, raw, sum(trained), len(samples), version, queued_at, max(s.group_id for s in samples),
+                    [(s.group_id, s.rollout_id) for s in samples], metrics)
 
 
 def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | None:
@@ -107,3 +110,8 @@ def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float |
     return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
             "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
             "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
+
+
+def due(every: float | None, step: int, max_steps: int) -> bool:
+    """Whether something that happens `every` so many steps (below 1: such a share of max_steps) happens after `step`."""
+    return every is not None and step % (int(every) if every >= 1 else math.ceil(every * max_steps)) == 0

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,26 +32,29 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from attention import MULTIPLE
-from checkpoint import save_model
+from checkpoint import Checkpoints, Counters
 from config import Config, ConfigError, load_config
 from data import load_rows
-from feed import RolloutFeed
+from export import Hub, save_model, write_card
+from feed import Progress, RolloutFeed
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, print_completions, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
-from planning import Share, plan_steps, scatter_step, speed
+from planning import Share, due, plan_steps, scatter_step, speed
+from replay import NoServer, ReplayFeed
 from serve import Server, check_server, cpu_threads, wait_for_server
 from shard import shard
 from sync import DiskSync
 
 
-def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int) -> None:
+def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int, stop: "StopRequest") -> None:
     window = Window()
-    server = feed = logger = None
+    server = feed = logger = hub = None
     try:
         tokenizer = load_tokenizer(config)
         if rank == 0:
             num_prompts = len(load_rows(config.train_dataset, config.train_split))
+            hub = Hub(config) if config.push_to_hub else None
             server = Server(config) if config.launch_server else None
         policy = load_policy(config, device)
         mesh = dist.init_device_mesh(device.type, (world_size,))
@@ -64,23 +68,25 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         objective = Objective(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, config.epsilon,
                               config.epsilon if config.epsilon_high is None else config.epsilon_high,
                               config.score_centering, config.centering_tail)
+        checkpoints = Checkpoints(config, policy, optimizer, scheduler, scaler, tokenizer, dtype)
+        counters, unlogged, progress = checkpoints.restore()
+        step, version, num_tokens, prompts_seen = astuple(counters)
+        window.values.update(unlogged)
         if rank == 0:
-            wait_for_server(config, server)
-            max_model_len = min(check_server(config, url) for url in config.server_urls)
-            budget = config.token_budget or max_model_len
-            feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
-            logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
-        sync = DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
-        version = 0
+            feed, budget = make_feed(config, argv, window, server, progress)
+            logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
+        sync = NoServer() if config.replay else DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
-            feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE))
+            feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE, step))
+            if config.eval_on_start and step == 0:
+                feed.evaluate(step)
 
-        step, num_tokens, prompts_seen = 0, 0, 0
+        stop.deferred = True                                    # from here on a signal waits for the step's end
         while config.max_steps <= 0 or step < config.max_steps:
             started = time.monotonic()
-            plan = feed.next_plan() if rank == 0 else None
+            plan = feed.next_plan(stop.asked) if rank == 0 else None
             assert plan is None or plan.version == version, "planning ahead took another version for the one this step starts at"
             share = scatter_step(plan, rank, world_size)
             if share is None:
@@ -125,19 +131,63 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     logger.log(step, window.result())
                     if config.log_completions:
                         print_completions(step, feed.table, config.num_completions_to_print)
+                if config.save_rollouts:
+                    note_trained(config, step, plan)
+                if config.eval_dataset is not None and due(config.eval_steps, step, config.max_steps) and step >= config.eval_delay:
+                    feed.evaluate(step)
+            if config.save_strategy == "steps" and due(config.save_steps, step, config.max_steps):
+                folder = checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
+                if hub:
+                    hub.push(folder, f"step {step}")
+
+        if signal_number := agreed(stop.number):
+            if config.save_strategy != "no" and checkpoints.saved_at != step:
+                checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
+            raise SystemExit(128 + signal_number)
         if step == 0:
             raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
+        stop.deferred = False
+        if rank == 0 and config.eval_dataset is not None:
+            feed.evaluate(step)
+            feed.await_evaluation()
+            feed.collect_metrics()
         if rank == 0 and window.values:
             logger.log(step, window.result())
         save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)
+        if rank == 0:
+            write_card(Path(config.output_dir) / "model", config)
+        if hub:
+            hub.push(Path(config.output_dir) / "model", "end of training", end=True)
     finally:
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(sig, signal.SIG_IGN)                  # this takes seconds and must not be cut short
+        stop.ignored = True                                     # this takes seconds and must not be cut short
         for owned in (feed, server):
             if owned:
                 owned.stop()
         if logger:
             logger.close()
+
+
+def make_feed(config: Config, argv: list[str], window: Window, server: Server | None, progress: Progress) -> tuple[RolloutFeed, int]:
+    """On rank 0: where samples come from, and the unique tokens of a row."""
+    if config.replay:
+        return ReplayFeed(config, window, progress), config.token_budget
+    wait_for_server(config, server)
+    max_model_len = min(check_server(config, url) for url in config.server_urls)
+    feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None, progress)
+    return feed, config.token_budget or max_model_len
+
+
+def agreed(number: int) -> int:
+    """Rank 0's signal, or 0, on every rank."""
+    told = [number]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def note_trained(config: Config, step: int, plan) -> None:
+    """Beside the rollouts on disk: which of them a step trained. Of a step that a resumed run took again, the later line counts."""
+    with (Path(config.output_dir) / "rollouts" / "steps.jsonl").open("a") as file:
+        file.write(json.dumps(dict(step=step, trained=plan.trained)) + "\n")
 
 
 def forward_backward(policy: Policy, objective: Objective, share: Share, device: torch.device, group=None,
@@ -185,8 +235,31 @@ def installed_version(*names: str) -> str | None:
     return next((found.version for found in importlib.metadata.distributions() if found.name in names), None)
 
 
+class StopRequest:
+    """SIGTERM, SIGUSR1 (what clusters send) and Ctrl-C. The first, once steps are taken, asks the loop to save and stop after the step
+    under way; before that, and the second time, it stops the run at once, without saving. Other processes are stopped either way."""
+
+    def __init__(self):
+        self.number, self.at, self.deferred, self.ignored = 0, 0.0, False, False
+
+    def asked(self) -> bool:
+        return self.number != 0
+
+    def __call__(self, number: int, frame) -> None:
+        now = time.monotonic()
+        repeated = self.asked() and now - self.at < 2           # torchrun passes on what the terminal has sent to all
+        if self.ignored or repeated:
+            return
+        if not self.deferred or self.asked():
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.number, self.at = number, now
+        os.write(2, f"{signal.Signals(number).name}: saving and stopping after this step; once more stops at once\n".encode())     # print may be under way
+
+
 def main(argv: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that the server and the rollout process are stopped
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
     try:
         config = load_config(argv)
         rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -203,7 +276,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
             (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2, default=repr))
-        train(config, argv, device, rank, world_size)
+        train(config, argv, device, rank, world_size, stop)
         dist.destroy_process_group()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -211,6 +284,9 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(130)
+    except SystemExit:
+        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + "; resume_from_checkpoint=True goes on", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import make_sample, random_group, tensors_of, tiny_config            # noqa: E402
 
-from checkpoint import save_model                                                   # noqa: E402
+from export import save_model                                                       # noqa: E402
 from config import ConfigError                                                      # noqa: E402
 from loss import Objective                                                          # noqa: E402
 from model import check_packing, load_policy, make_optimizer  # noqa: E402
