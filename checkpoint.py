@@ -62,9 +62,8 @@ class Checkpoints:
                 prune(self.output, self.config.save_total_limit)
         except (OSError, SafetensorError, CheckpointException) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            last = max(found(self.output), default=None, key=step_of)
-            raise ConfigError(f"{folder} could not be written ({str(error).strip().splitlines()[-1]}): make room; "
-                              + (f"resume_from_checkpoint={last} goes on from there." if last else "no earlier one is there.")) from error
+            last = f"resume_from_checkpoint={newest(self.output)} goes on from there" if found(self.output) else "no earlier one is there"
+            raise ConfigError(f"{folder} could not be written ({str(error).strip().splitlines()[-1]}): make room; {last}.") from error
         if self.rank == 0:
             print(f"saved {folder} in {time.monotonic() - started:.1f} s", flush=True)
         dist.barrier()
@@ -79,10 +78,10 @@ class Checkpoints:
         torch.save(random_state(), folder / f"random_{self.rank}.pt")
         if self.rank == 0:
             rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in self.optimizer.param_groups]
-            write_json(folder / "trainer_state.json", dict(asdict(counters), window=window, rates=rates, scheduler=self.scheduler.state_dict(),
-                                                           scaler=self.scaler.state_dict()))
-            write_json(folder / "rollout_state.json", dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done),
-                                                           in_flight=progress.in_flight))
+            trainer = dict(asdict(counters), window=window, rates=rates, scheduler=self.scheduler.state_dict(), scaler=self.scaler.state_dict())
+            rollouts = dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done), in_flight=progress.in_flight)
+            (folder / "trainer_state.json").write_text(json.dumps(trainer))
+            (folder / "rollout_state.json").write_text(json.dumps(rollouts))
             (folder / "samples.jsonl").write_text("".join(json.dumps(sample_record(sample)) + "\n" for sample in progress.samples))
         dist.barrier()
 
@@ -99,27 +98,31 @@ class Checkpoints:
         self.scaler.load_state_dict(saved["scaler"]) if self.scaler.is_enabled() else None
         own = folder / f"random_{self.rank}.pt"
         if own.exists():                                 # with more ranks than before, the others keep the seed
-            set_random_state(torch.load(own, weights_only=False))
-        samples = [recorded_sample(json.loads(line), queued_at=time.monotonic()) for line in (folder / "samples.jsonl").read_text().splitlines()]
+            state = torch.load(own, weights_only=False)
+            random.setstate(state["python"]), np.random.set_state(state["numpy"]), torch.set_rng_state(state["torch"])
+            if state["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda"])
+        lines = (folder / "samples.jsonl").read_text().splitlines()
+        samples = tuple(recorded_sample(json.loads(line), queued_at=time.monotonic()) for line in lines)
         counters = Counters(**{name: saved[name] for name in vars(Counters())})
         self.saved_at = counters.step
         if self.rank == 0:
             print(f"resumed from {folder}: step {counters.step}, {len(samples)} finished samples, {len(rollouts['in_flight'])} prompts to generate again", flush=True)
-        return counters, saved["window"], Progress(rollouts["prompt_index"], frozenset(rollouts["done"]), tuple(samples))
+        return counters, saved["window"], Progress(rollouts["prompt_index"], frozenset(rollouts["done"]), samples)
 
     def find(self) -> Path | None:
         """The checkpoint to resume from, checked; None to start from the beginning."""
         asked = self.config.resume_from_checkpoint
         if not asked:
             return None
-        folder = max(found(self.output), default=None, key=step_of) if asked is True else Path(asked)
+        folder = newest(self.output) if asked is True else Path(asked)
         if folder is None:
-            if self.rank == 0:
-                print(f"no checkpoint in {self.output} to resume from: the run starts from the beginning", flush=True)
+            print(f"rank {self.rank}: no checkpoint in {self.output} to resume from, so the run starts from the beginning", flush=True)
             return None
         if problem := defect(folder) or self._foreign(folder):
-            before = [other for other in found(folder.parent) if step_of(other) < step_of(folder) and not (defect(other) or self._foreign(other))]
-            offer = f"the one before it is whole: resume_from_checkpoint={max(before, key=step_of)}" if before else "no whole one is before it"
+            older = list(reversed([other for other in found(folder.parent) if step_of(other) < step_of(folder)]))
+            whole = next((other for other in older if not (defect(other) or self._foreign(other))), None)
+            offer = f"the one before it is whole: resume_from_checkpoint={whole}" if whole else "no whole one is before it"
             raise ConfigError(f"{folder} cannot be resumed from, because {problem}; {offer}.")
         return folder
 
@@ -155,14 +158,23 @@ def step_of(folder: Path) -> int:
 
 
 def found(output: Path) -> list[Path]:
-    return [folder for folder in output.glob("checkpoint-*") if step_of(folder) >= 0]
+    """The oldest first."""
+    return sorted((folder for folder in output.glob("checkpoint-*") if step_of(folder) >= 0), key=step_of)
+
+
+def newest(output: Path) -> Path | None:
+    return next(reversed(found(output)), None)
 
 
 def defect(folder: Path) -> str | None:
     """Why a folder is no checkpoint to resume from, or None."""
     if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}, which every checkpoint of this program has"
-    for name, size in json.loads((folder / MANIFEST).read_text()).items():
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text())
+    except ValueError:
+        return f"its {MANIFEST} is not whole"
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             return f"its {name} " + (f"has {path.stat().st_size} bytes instead of {size}" if path.is_file() else "is missing")
@@ -171,8 +183,8 @@ def defect(folder: Path) -> str | None:
 
 def publish(partial: Path, folder: Path) -> None:
     """List the files, flush all to the disk, and only then give the folder its name."""
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    write_json(partial / MANIFEST, {str(path.relative_to(partial)): path.stat().st_size for path in files})
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    (partial / MANIFEST).write_text(json.dumps(sizes, indent=1))
     for path in (*partial.rglob("*"), partial):
         flush(path)
     shutil.rmtree(folder, ignore_errors=True)            # of the same step: a run that was resumed from an earlier one
@@ -190,22 +202,12 @@ def flush(path: Path) -> None:
 
 def prune(output: Path, limit: int | None) -> None:
     """Delete all but the newest, each under a name that nobody resumes from."""
-    for folder in sorted(found(output), key=step_of)[:-limit] if limit else ():
+    for folder in found(output)[:-limit] if limit else ():
         doomed = folder.with_suffix(".partial")
         folder.rename(doomed)
         shutil.rmtree(doomed)
 
 
-def write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=1))
-
-
 def random_state() -> dict:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state(), cuda=cuda)
-
-
-def set_random_state(state: dict) -> None:
-    random.setstate(state["python"]), np.random.set_state(state["numpy"]), torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -138,7 +138,7 @@ class Config:
 
     def _rules(self):
         for name, declared in typing.get_type_hints(type(self)).items():
-            value, kind = getattr(self, name), declared | int if declared is float else declared
+            value, kind = getattr(self, name), declared | int if float in (declared, *typing.get_args(declared)) else declared
             yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
         yield self.model, "model is missing: set it to a Hugging Face id or a folder."
         yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."

@@ -38,15 +38,15 @@ async def evaluate(loop, step: int) -> None:
         groups = [tasks.create_task(_evaluate_prompt(loop, slots, index, loop.eval_dataset[index], window)) for index in range(len(loop.eval_dataset))]
     records = [record for group in groups for record in group.result()]
     if records:
-        window.add_all({"eval/model_version_min": min(record["model_version"] for record in records),
-                        "eval/model_version_max": max(math.ceil(record["mean_version"]) for record in records)})
-    window.add_all({"eval/step": step, "eval/completions_count": len(records), "eval/duration_s": time.monotonic() - started})
+        window.add_all({"model_version_min": min(record["model_version"] for record in records),
+                        "model_version_max": max(math.ceil(record["mean_version"]) for record in records)})
+    window.add_all({"step": step, "completions_count": len(records), "duration_s": time.monotonic() - started})
     path = Path(loop.config.output_dir) / "eval" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in records))
     partial.rename(path)
-    loop.shared.metrics.put((window.drain(), []))
+    loop.shared.metrics.put(({f"eval/{name}": [value, 1.0] for name, value in window.result().items()}, []))
 
 
 async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict, window: Window) -> list[dict]:
@@ -62,14 +62,14 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     by_func, rewards = await loop.sum_rewards([prompt for prompt, _ in pairs], [r.completion for r in rollouts], [r.completion_ids for r in rollouts],
                                               columns, [r.reward for r in rollouts])
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-    window.add_each("eval/reward", rewards)
+    window.add_each("reward", rewards)
     for name, values in zip(reward_names(config.reward_functions), by_func):
-        window.add_each(f"eval/rewards/{name}/mean", values)
+        window.add_each(f"rewards/{name}/mean", values)
     for part in ("mean", "min", "max"):
-        window.add_each(f"eval/completions/{part}_length", lengths)
-    window.add_each("eval/completions/clipped_ratio", [r.turns[-1].output_ids[-1:] != [] and r.turns[-1].output_ids[-1] not in loop.eos_token_ids for r in rollouts])
+        window.add_each(f"completions/{part}_length", lengths)
+    window.add_each("completions/clipped_ratio", [r.turns[-1].output_ids[-1:] != [] and r.turns[-1].output_ids[-1] not in loop.eos_token_ids for r in rollouts])
     for k in (k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= len(pairs)):
-        window.add(f"eval/pass@{k}", pass_at(k, len(pairs), int((rewards >= 1).sum())))
+        window.add(f"pass@{k}", pass_at(k, len(pairs), int((rewards >= 1).sum())))
     return [dict(index=index, prompt=row["prompt"], completion=r.completion, reward=None if math.isnan(reward) else float(reward), length=length,
                  model_version=min(turn.model_version for turn in r.turns), mean_version=float(np.mean([turn.mean_version for turn in r.turns])))
             for r, reward, length in zip(rollouts, rewards, lengths)]

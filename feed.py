@@ -216,6 +216,11 @@ class RolloutFeed:
         """Ask for an evaluation; one asked for while another runs begins after it, and only the last such."""
         self.shared.evaluate.value = step + 1
 
+    @property
+    def evaluated(self) -> int:
+        """The step that was last asked for; -1: none."""
+        return self.shared.evaluate.value - 1
+
     def await_evaluation(self) -> None:
         """Return once the last evaluation asked for has ended."""
         while self.shared.evaluated.value != self.shared.evaluate.value:

@@ -15,7 +15,7 @@ NEVER_HIDDEN = ("loss", "grad_norm")                                   # a NaN o
 
 def rule(name: str) -> str:
     """How a window aggregates `name`: latest, sum, max, min or mean (weighted by what it was measured over)."""
-    if name in LATEST:
+    if name in LATEST or name.startswith("eval/"):    # an evaluation's values are final
         return "latest"
     words = name.rsplit("/", 1)[-1].split("_")
     return next((r for word, r in (("count", "sum"), ("max", "max"), ("min", "min")) if word in words), "mean")

@@ -148,9 +148,14 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
         stop.deferred = False
         if rank == 0 and config.eval_dataset is not None:
-            feed.evaluate(step)
-            feed.await_evaluation()
+            feed.await_evaluation()                             # one may be under way, even this step's
             feed.collect_metrics()
+            if "eval/step" in window.values:
+                logger.log(step, window.result())
+            if feed.evaluated != step:
+                feed.evaluate(step)
+                feed.await_evaluation()
+                feed.collect_metrics()
         if rank == 0 and window.values:
             logger.log(step, window.result())
         save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)

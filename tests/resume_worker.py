@@ -1,4 +1,5 @@
-"""One run of train.py in this process, with its state at the end. Also run by torchrun:  resume_worker.py OUT.pt CONFIG key=value …"""
+"""One run of train.py in this process, with its state at the end. Also run by torchrun:  resume_worker.py RUNS.json OUT.pt"""
+import json
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,6 @@ def run(argv):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    state = run(sys.argv[2:])
-    if os.environ.get("RANK", "0") == "0":
-        torch.save(state, sys.argv[1])
+    states = [run(argv) for argv in json.loads(Path(sys.argv[1]).read_text())]
+    if os.environ["RANK"] == "0":
+        torch.save(states, sys.argv[2])

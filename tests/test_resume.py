@@ -171,7 +171,8 @@ def shortened(folder):
 
 @pytest.mark.parametrize("hurt,words", [
     (shortened, "its state/__0_0.distcp has"), (lambda folder: (folder / "samples.jsonl").unlink(), "its samples.jsonl is missing"),
-    (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json")])
+    (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    (lambda folder: (folder / "manifest.json").write_text('{"config.js'), "its manifest.json is not whole")])
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_offered(config_path, saved, tmp_path, capsys, hurt, words):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     hurt(tmp_path / "checkpoint-4")
@@ -244,22 +245,47 @@ def test_samples_come_back_from_disk_bit_for_bit_and_a_line_cut_short_is_none(tm
             assert again.group_samples == SIZE and again.group_id == group.group_id and sample_record(again)["reward"] == rollout["reward"]
 
 
+class FakeHub:
+    """Stands for huggingface_hub.HfApi."""
+
+    def __init__(self, token):
+        self.calls = FakeHub.calls = [("token", token)]
+
+    def create_repo(self, name, private, exist_ok):
+        self.calls.append(("repo", name, private))
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, repo_id, folder_path, ignore_patterns, run_as_future, **options):
+        self.calls.append((repo_id, folder_path.name, options["commit_message"], "state/*" in ignore_patterns))
+        return SimpleNamespace(done=lambda: options["commit_message"] != "step 1", result=lambda: self.calls.append("awaited"))
+
+
+@pytest.mark.parametrize("strategy,steps", [("every_save", ["step 1"]), ("end", [])])
+def test_models_go_to_the_hub_one_upload_at_a_time_without_the_state_and_the_end_always(config_path, tmp_path, monkeypatch, strategy, steps):
+    monkeypatch.setattr("export.HfApi", FakeHub)
+    start(config_path, tmp_path / "a-name", "push_to_hub=true", f"hub_strategy={strategy}", "hub_token=secret", "hub_private_repo=true", "save_steps=1", "max_steps=3")
+    uploads = [call for call in FakeHub.calls if call[0] == "me/a-name"]
+    assert FakeHub.calls[:2] == [("token", "secret"), ("repo", "a-name", True)] and [call[2] for call in uploads] == [*steps, "end of training"]
+    assert uploads[-1] == ("me/a-name", "model", "end of training", True) and FakeHub.calls[-1] == "awaited"
+
+
 # Other numbers of ranks
 
-def on_ranks(ranks, out, *argv):
-    worker = [str(ROOT / "tests" / "resume_worker.py"), str(out), *argv]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run([sys.executable, *launcher, *worker], capture_output=True, text=True, timeout=200)
+def on_two_ranks(folder, *runs):
+    """The final states of several runs, each a list of arguments, by the same two processes."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "runs.json"), str(folder / "out.pt")],
+                          capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return torch.load(out)
+    return torch.load(folder / "out.pt")
 
 
-def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, unkilled, saved, tmp_path):
-    two = on_ranks(2, tmp_path / "two.pt", config_path, f"output_dir={tmp_path}/two", "save_steps=4", "max_steps=4")
-    one = start(config_path, tmp_path / "one", f"resume_from_checkpoint={tmp_path}/two/checkpoint-4", "max_steps=4")
-    assert_same(one, two)
-    before = start(config_path, tmp_path / "before", f"resume_from_checkpoint={saved}/checkpoint-4", "max_steps=4")
-    after = on_ranks(2, tmp_path / "after.pt", config_path, f"output_dir={tmp_path}/after", f"resume_from_checkpoint={saved}/checkpoint-4", "max_steps=4")
-    assert_same(after, before)
-    further = start(config_path, tmp_path / "one", f"resume_from_checkpoint={tmp_path}/two/checkpoint-4", "max_steps=6")
+def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, saved, tmp_path):
+    of_two, of_one = f"resume_from_checkpoint={tmp_path}/two/checkpoint-4", f"resume_from_checkpoint={saved}/checkpoint-4"
+    two, after = on_two_ranks(tmp_path, [config_path, f"output_dir={tmp_path}/two", "save_steps=4", "max_steps=4"],
+                              [config_path, f"output_dir={tmp_path}/after", of_one, "max_steps=4"])
+    assert_same(start(config_path, tmp_path / "one", of_two, "max_steps=4"), two)
+    assert_same(start(config_path, tmp_path / "before", of_one, "max_steps=4"), after)
+    further = start(config_path, tmp_path / "one", of_two, "max_steps=6")
     assert any(not torch.equal(further["parameters"][name], two["parameters"][name]) for name in two["parameters"])
