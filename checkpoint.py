@@ -1,10 +1,9 @@
 """Checkpoints to resume from.
 
-output_dir/checkpoint-<step> is a Hugging Face folder with the state beside it. It is written under another name, flushed to the disk and
-renamed, so it is whole or not there; manifest.json lists its files with their sizes, and what disagrees with it is refused.
+output_dir/checkpoint-<step> is a Hugging Face folder with the state beside it: `state` (parameters and moments, as torch.distributed.checkpoint
+writes them), trainer_state.json, rollout_state.json and samples.jsonl (the prompts, see feed.Progress), and each rank's random state.
 """
 import json
-import os
 import random
 import shutil
 import time
@@ -22,10 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from config import Config, ConfigError
 from export import save_model, write_card
 from feed import Progress, RolloutFeed
+from folders import defect, found, newest, prune, publish, step_of
 from model import Policy
 from recording import recorded_sample, sample_record
-
-MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -150,62 +148,6 @@ class Checkpoints:
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(f"model.{name}", p) for name, p in self.policy.lm.named_parameters() if p.requires_grad]
-
-
-def step_of(folder: Path) -> int:
-    number = folder.name.removeprefix("checkpoint-")
-    return int(number) if number.isdigit() else -1
-
-
-def found(output: Path) -> list[Path]:
-    """The oldest first."""
-    return sorted((folder for folder in output.glob("checkpoint-*") if step_of(folder) >= 0), key=step_of)
-
-
-def newest(output: Path) -> Path | None:
-    return next(reversed(found(output)), None)
-
-
-def defect(folder: Path) -> str | None:
-    """Why a folder is no checkpoint to resume from, or None."""
-    if not (folder / MANIFEST).is_file():
-        return f"it has no {MANIFEST}, which every checkpoint of this program has"
-    try:
-        sizes = json.loads((folder / MANIFEST).read_text())
-    except ValueError:
-        return f"its {MANIFEST} is not whole"
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"its {name} " + (f"has {path.stat().st_size} bytes instead of {size}" if path.is_file() else "is missing")
-    return None if (folder / "trainer_state.json").is_file() else f"it holds the model only (save_only_model): start from its weights with model={folder}"
-
-
-def publish(partial: Path, folder: Path) -> None:
-    """List the files, flush all to the disk, and only then give the folder its name."""
-    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
-    (partial / MANIFEST).write_text(json.dumps(sizes, indent=1))
-    for path in (*partial.rglob("*"), partial):
-        flush(path)
-    shutil.rmtree(folder, ignore_errors=True)            # of the same step: a run that was resumed from an earlier one
-    partial.rename(folder)
-    flush(folder.parent)
-
-
-def flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def prune(output: Path, limit: int | None) -> None:
-    """Delete all but the newest, each under a name that nobody resumes from."""
-    for folder in found(output)[:-limit] if limit else ():
-        doomed = folder.with_suffix(".partial")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
 
 
 def random_state() -> dict:

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, random_group
 from resume_worker import run
 
-import checkpoint
+import folders
 import train
 from recording import RolloutWriter, read_groups, recorded_sample, sample_record
 
@@ -209,7 +209,7 @@ def test_a_full_disk_while_saving_is_a_sentence_and_leaves_the_checkpoint_before
     elif at == "state":
         monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
     else:
-        monkeypatch.setattr(checkpoint, "flush", full)
+        monkeypatch.setattr(folders, "flush", full)
     sentence = refused(config_path, tmp_path, capsys, "resume_from_checkpoint=true", "save_steps=4", "max_steps=5")
     assert f"{tmp_path}/checkpoint-4 could not be written" in sentence and f"resume_from_checkpoint={tmp_path}/checkpoint-2 goes on" in sentence
     assert "No space left" in sentence and [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
