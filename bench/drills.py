@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from serve import answers  # noqa: E402
 from test_evaluate import Server, answer  # noqa: E402
 
-SIZE = 4                 # rollouts of a group
+PROMPTS, SIZE = 24, 4    # of an epoch; rollouts of a group
 CONFIG = """
 from config import Config
 def alternating(completion_ids, **columns):
@@ -38,6 +38,9 @@ config = Config(model={model!r}, reward_funcs=alternating, use_cpu=True, bf16=Fa
 """
 
 
+STARTED = []             # so that an interrupted drill leaves none
+
+
 class Run:
     """One start of train.py on the drill's folder."""
 
@@ -45,6 +48,7 @@ class Run:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         command = [sys.executable, *launcher, str(ROOT / "train.py"), str(folder / "x.py"), f"output_dir={folder}/run", *overrides]
         self.log, self.folder = folder / "log", folder
+        STARTED.append(self)
         cap = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=cap,
                                         env=os.environ | dict(OMP_NUM_THREADS="1"))
@@ -126,6 +130,23 @@ DRILLS = dict(
     inside_sync=dict(kills=2, moment=lambda folder, server: bool(server.calls) and server.calls[-1].startswith(("/pause", "/collective_rpc"))))
 
 
+def evaluation(server, folder):
+    """What evaluating 8 prompts twice every 2 steps does to the share of its time that training waits for samples."""
+    (folder / "eval.jsonl").write_text("".join(json.dumps(dict(prompt=[dict(role="user", content=f"What is {i} + 1?")])) + "\n" for i in range(8)))
+    shares = {}
+    for name, more in (("without", []), ("with", [f"eval_dataset={folder}/eval.jsonl", "eval_steps=2", "eval_num_generations=2"])):
+        run = Run(folder, "save_strategy=no", "save_rollouts=false", *more)
+        run.until(lambda: False, 600)
+        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [step for step in steps if step["step"] > 2 and "perf/step_s" in step]           # the first waits for everything to start
+        shares[name] = sum(step["perf/rollout_wait_s"] for step in steps) / sum(step["perf/step_s"] for step in steps)
+    row = dict(drill="evaluation", steps=len(steps), evaluations=len(list((folder / "run" / "eval").iterdir())), wait_share_without=round(shares["without"], 3),
+               wait_share_with=round(shares["with"], 3), points=round(100 * (shares["with"] - shares["without"]), 1))
+    row["holds"] = row["points"] < 5
+    print(json.dumps(row), flush=True)
+    return row["holds"]
+
+
 def simulated(names, seed):
     from conftest import SMALL_MODEL, tiny_lm
     from transformers import AutoTokenizer
@@ -134,12 +155,18 @@ def simulated(names, seed):
     tiny_lm(vocab=49152, num_hidden_layers=1, hidden_size=16).save_pretrained(model)
     held = []
     for name in names:
+        if name == "evaluation":
+            with tempfile.TemporaryDirectory() as folder, Server(answer, keep=False, model=model) as server:
+                server.delay, answer.version, folder = 0.2, 0, Path(folder)
+                (folder / "x.py").write_text(CONFIG.format(model=model, url=server.url, budget=120, length=None, prompts=120))
+                held.append(evaluation(server, folder))
+            continue
         rng = random.Random(f"{name} {seed}")
         rng.seed_ = seed
         with tempfile.TemporaryDirectory() as folder, Server(answer, keep=False, model=model) as server:
             server.delay, answer.version, folder = 0.05, 0, Path(folder)
-            (folder / "x.py").write_text(CONFIG.format(model=model, url=server.url, budget=120, length=None, prompts=40))
-            held.append(drill(name, server, folder, rng, prompts=40, **DRILLS[name]))
+            (folder / "x.py").write_text(CONFIG.format(model=model, url=server.url, budget=120, length=None, prompts=PROMPTS))
+            held.append(drill(name, server, folder, rng, prompts=PROMPTS, **DRILLS[name]))
     return all(held)
 
 
@@ -164,4 +191,11 @@ def real(port, kills):
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
-    sys.exit(0 if (real(8500, int(asked[1])) if asked[:1] == ["real"] else simulated(asked or list(DRILLS), 0)) else 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        held = real(8500, int(asked[1])) if asked[:1] == ["real"] else simulated(asked or [*DRILLS, "evaluation"], seed=0)
+    finally:
+        for run in STARTED:
+            if run.process.poll() is None:
+                os.killpg(run.process.pid, signal.SIGKILL)
+    sys.exit(0 if held else 1)

@@ -138,20 +138,22 @@ def test_a_killed_and_resumed_run_generates_nothing_before_the_restored_weights_
             raise Killed
         return plain(*args)
     with Server(answer, model=tiny_folder) as server:
-        server.delay = 0.02
+        server.faults = {number: [3600.0, None] for number in range(7 * 4, PROMPTS * 4)}        # groups 7 to 11 are in flight when it is killed
         monkeypatch.setattr(train, "forward_backward", forward_backward)
         with pytest.raises(Killed):
-            start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1"])
+            start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60"])
         assert threading.active_count() < 20
+        server.faults = {}
         before, received = len(server.calls), len(server.received)
         monkeypatch.setattr(train, "forward_backward", plain)
-        start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "resume_from_checkpoint=true"])
+        start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60", "resume_from_checkpoint=true"])
         events = server.calls[before:]
         restored = server.received[received]
     assert events.index("/resume") < events.index("generate") and events.index("/update_weight_version:2") < events.index("generate")
     from safetensors.torch import load_file
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(restored[name], saved[name]) for name in saved)
+    assert json.loads((tmp_path / "run" / "checkpoint-2" / "rollout_state.json").read_text())["model_version"] == 2 and events.count("generate") == 5 * 4
     groups, steps = trained(tmp_path / "run")
     counted = [group for step in steps.values() for group, _ in step]
     assert sorted(counted) == sorted(list(range(PROMPTS)) * 4) and sorted(groups) == list(range(PROMPTS))
