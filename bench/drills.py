@@ -125,7 +125,8 @@ def drill(name, server, folder, rng, kills, prompts, target=is_rank(0), moment=l
 
 DRILLS = dict(
     rank_0=dict(kills=3), rank_0_of_2=dict(kills=1, ranks=2), other_rank=dict(kills=1, ranks=2, target=is_rank(1)),
-    rollout_process=dict(kills=1, target=is_rollout), sigterm=dict(kills=1, target=None), disk_full=dict(kills=1, target=None, limit=8 << 20),
+    rollout_process=dict(kills=1, target=is_rollout), sigterm=dict(kills=1, target=None), sigterm_2_ranks=dict(kills=1, ranks=2, target=None),
+    disk_full=dict(kills=1, target=None, limit=8 << 20),
     inside_save=dict(kills=2, moment=lambda folder, server: any((folder / "run").glob("checkpoint-*.partial*"))),
     inside_sync=dict(kills=2, moment=lambda folder, server: bool(server.calls) and server.calls[-1].startswith(("/pause", "/collective_rpc"))))
 
