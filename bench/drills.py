@@ -69,11 +69,11 @@ class Run:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def end(self, everyone):
-        """Seconds until it ended, processes left 5 s later, and its last sentence."""
+        """Seconds until it ended, processes left 30 s later (one killed while it starts notices late), and its last sentence."""
         started = time.monotonic()
         self.process.wait(60)
         seconds = time.monotonic() - started
-        _, left = psutil.wait_procs(everyone, timeout=5)
+        _, left = psutil.wait_procs(everyone, timeout=30)
         words = [line for line in self.log.read_text().splitlines() if "rror" in line or "stopped by" in line]
         return seconds, len([p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]), words[-1][:110] if words else "killed"
 
