@@ -105,11 +105,12 @@ def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | N
     return received[0]
 
 
-def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float | tuple[float, float]]:
-    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds."""
-    return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
-            "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
-            "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
+def speed(plan: StepPlan, training_s: float, step_s: float, work: float | None = None) -> dict[str, float | tuple[float, float]]:
+    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds. `work`: percent of the devices' peak, times seconds."""
+    mfu = {"perf/fwd_bwd_mfu": (work / training_s, training_s), "perf/wall_clock_mfu": (work / step_s, step_s)} if work else {}
+    return mfu | {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
+                  "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
+                  "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
 
 
 def due(every: float | None, step: int, max_steps: int) -> bool:

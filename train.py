@@ -37,8 +37,9 @@ from config import Config, ConfigError, load_config
 from data import load_rows
 from export import Hub, save_model, write_card
 from feed import Progress, RolloutFeed
+from flops import utilization_of
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
-from metrics import Logger, Window, mark, print_completions, seconds
+from metrics import Logger, Window, mark, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
 from planning import Share, due, plan_steps, scatter_step, speed
 from replay import NoServer, ReplayFeed
@@ -75,6 +76,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         if rank == 0:
             feed, budget = make_feed(config, argv, window, server, progress)
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
+            utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
         sync = NoServer() if config.replay else DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         if rank == 0:
@@ -114,8 +116,9 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     feed.shared.version.value = version         # only after the server confirmed it
 
             metrics, terms, loss = stats.reduce(objective, group)
+            aux_loss = metrics.pop("aux_loss", None)            # of a step; the others are means over trained tokens
             window.add_all(metrics, terms)
-            window.add_all(dict(loss=loss, grad_norm=norm, learning_rate=learning_rate, model_version=version))
+            window.add_all(dict(loss=loss, grad_norm=norm, learning_rate=learning_rate, model_version=version, aux_loss=aux_loss))
             window.add("batch/nonfinite_gradient_count", float(not math.isfinite(norm)))
             if rank == 0:
                 num_tokens += plan.forwarded_tokens
@@ -125,12 +128,11 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts,
                     "sample/time_in_queue_s": (taken - plan.queued_at, plan.num_samples), "perf/fwd_s": sum(seconds(*marks) for marks in forwards),
                     "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
-                window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started))
+                work = utilization([row for share in plan.shares for row in share.rows])
+                window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started, work))
                 feed.collect_metrics()
                 if step % config.logging_steps == 0 or (step == 1 and config.logging_first_step):
-                    logger.log(step, window.result())
-                    if config.log_completions:
-                        print_completions(step, feed.table, config.num_completions_to_print)
+                    logger.log(step, window.result(), feed.table)
                 if config.save_rollouts:
                     note_trained(config, step, plan)
                 if config.eval_dataset is not None and due(config.eval_steps, step, config.max_steps) and step >= config.eval_delay:

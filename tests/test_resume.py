@@ -81,7 +81,7 @@ def assert_same(a, b):
 def logged(folder):
     """The metrics, but for those measured in seconds and the queue's length, which depends on them."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in step.items() if not name.startswith(("perf/", "rollout/")) and not name.endswith("_s")} for step in steps]
+    return [{name: value for name, value in step.items() if not name.startswith(("perf/", "rollout/", "verdict/")) and not name.endswith("_s")} for step in steps]
 
 
 @pytest.fixture(scope="module")
