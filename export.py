@@ -47,7 +47,7 @@ def write_card(folder: Path, config: Config) -> None:
     last = json.loads(lines[-1]) if lines else {}
     rewards = ", ".join(getattr(function, "__name__", type(function).__name__) for function in config.reward_functions)
     options = "\n".join(f"| {name} | `{value!r}` |" for name, value in vars(config).items() if isinstance(value, (str, int, float)) and name != "hub_token")
-    values = "\n".join(f"| {name} | {value:.6g} |" for name, value in last.items() if value is not None)
+    values = "\n".join(f"| {name} | {value if isinstance(value, str) else f'{value:.6g}'} |" for name, value in last.items() if value is not None)
     (folder / "README.md").write_text(
         f"---\nbase_model: {config.model}\ntags: [grpo, reinforcement-learning]\n---\n\n"
         f"# {config.model} trained by asynchronous GRPO\n\nRewards: {rewards}.\n\n"
