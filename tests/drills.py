@@ -13,10 +13,16 @@ from collections import Counter
 
 import aiohttp
 import requests
+import torch
+import torch.distributed as dist
 from aiohttp import web
 from conftest import ROOT
 
+from config import load_config
+from export import save_model
+from model import load_policy, load_tokenizer
 from serve import answers
+from tools import render
 
 CONFIG = '''
 import sys
@@ -24,14 +30,14 @@ from dataclasses import replace
 sys.path.insert(0, {configs!r})
 from smollm_cpu import config
 config = replace(config, launch_server=False, max_completion_length=8, token_budget=192, vllm_server_timeout={timeout})
-main = sys.modules["__main__"]
-if hasattr(main, "pack_row"):                      # in the trainer: write down what is trained
-    plain = main.pack_row
+import planning
+if hasattr(sys.modules["__main__"], "forward_backward"):        # in the trainer: write down what is trained
+    plain = planning.pack_row
     def recording(samples, multiple=1):
         with open({trained!r}, "a") as file:
             file.writelines(f"{{sample.rollout_id}} {{sample.group_id}}\\n" for sample in samples)
         return plain(samples, multiple)
-    main.pack_row = recording
+    planning.pack_row = recording
 '''
 
 
@@ -163,3 +169,32 @@ def test_with_two_servers_one_may_die_and_comes_back_with_current_weights(tmp_pa
     assert requests_served > 0
     # With old weights at this learning rate the difference would be that of as many steps' staleness.
     assert max(differences[back_at:]) < 3 * max(differences[1:back_at]) + 0.02
+
+
+def test_the_exported_folder_loads_in_vllm_and_continues_five_prompts_as_the_trainer_does(tmp_path, small_model):
+    """After an update of every weight, greedily, in fp32 on both sides."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = load_config(["configs/smollm_cpu.py", "bf16=false", "vllm_server_base_url=http://127.0.0.1:8510", f"output_dir={tmp_path}"])
+    policy, tokenizer = load_policy(config, torch.device("cpu")), load_tokenizer(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p += 2e-3 * p.std() * torch.randn_like(p)
+    save_model(policy, tokenizer, tmp_path / "model", torch.float32)
+    dist.destroy_process_group()
+    prompts = [render(tokenizer, [dict(role="user", content=f"What is {a} + {a + 1}? Answer with the number only.")]) for a in range(5)]
+    policy.lm.config._attn_implementation = "sdpa"
+    wanted = [policy.lm.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids):].tolist() for ids in prompts]
+    policy.lm.config._attn_implementation = "tree"
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "serve.py", "configs/smollm_cpu.py", "bf16=false", f"model={tmp_path}/model",
+                                   "vllm_server_base_url=http://127.0.0.1:8510"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        until(lambda: answers("http://127.0.0.1:8510"), 300)
+        replies = [requests.post("http://127.0.0.1:8510/v1/completions", json=dict(
+            model=f"{tmp_path}/model", prompt=ids, max_tokens=16, temperature=0, return_token_ids=True), timeout=60).json() for ids in prompts]
+    finally:
+        stop(server)
+    served = [reply["choices"][0]["token_ids"] for reply in replies]
+    print(dict(served=served))
+    assert [ids[:len(other)] for ids, other in zip(wanted, served)] == served and all(len(ids) > 1 for ids in served)
