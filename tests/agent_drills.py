@@ -4,8 +4,10 @@ Everything a run leaves is in runs/agent_drills. A proxy in front of the server 
 once, in order, after the tokens it was sampled after.
 """
 import asyncio
+import ctypes
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -96,7 +98,8 @@ class Recorder:
 def recorder(small_model):
     FOLDER.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen([sys.executable, "serve.py", "configs/increment_env.py", "vllm_max_model_length=1024", f"vllm_server_base_url=http://127.0.0.1:{PORT}"],
-                              cwd=ROOT, stdout=(FOLDER / "vllm.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+                              cwd=ROOT, stdout=(FOLDER / "vllm.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+                              preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM))         # it dies with the drill, however that dies
     try:
         until(lambda: answers(f"http://127.0.0.1:{PORT}"), 240)
         with Recorder(f"http://127.0.0.1:{PORT}") as recorder:
