@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from overrides import ConfigError, parse_override
+from tool_parsers import PARSERS
 
 CHOICES = dict(
     save_strategy=("steps", "no"), hub_strategy=("every_save", "end"), loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk",), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
@@ -30,6 +31,8 @@ class Config:
     train_split: str = "train"                    # split of a `datasets` name
     eval_dataset: typing.Any = None               # as train_dataset, split "test"; evaluated while training goes on
     loop_cls: typing.Any = None                   # subclass of rollout.AsyncRolloutLoop
+    tools: typing.Any = None                      # functions the model may call, with type hints and a Google docstring
+    environment_factory: typing.Any = None        # makes an environment, or a dict of such for the dataset's environment column
 
     # Model
     model_init_kwargs: dict | None = None         # passed to from_pretrained
@@ -44,6 +47,8 @@ class Config:
     top_k: int = 0
     min_p: float | None = None
     chat_template_kwargs: dict | None = None
+    max_tool_calling_iterations: int | None = None       # turns whose calls are run; None: no limit
+    tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
 
     # The vLLM server
     vllm_server_base_url: str | list = "http://localhost:8000"      # several: a list, or with commas between
@@ -141,7 +146,15 @@ class Config:
             value, kind = getattr(self, name), declared | int if float in (declared, *typing.get_args(declared)) else declared
             yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
         yield self.model, "model is missing: set it to a Hugging Face id or a folder."
-        yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+        rewarded = self.reward_functions or self.environment_factory or self.loop_cls
+        yield rewarded, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+        names = [getattr(tool, "__name__", None) for tool in self.tools or []]
+        yield None not in names and len({*names}) == len(names), "tools must be functions, each with a name of its own."
+        factories = list(self.environment_factory.values()) if isinstance(self.environment_factory, dict) else [self.environment_factory or list]
+        yield factories and all(map(callable, factories)), "environment_factory must be a callable without arguments, or a dict of names to such."
+        yield self.train_dataset is not None or not self.environment_factory or self.max_steps > 0, "environments without train_dataset need max_steps, which ends the run."
+        yield (self.max_tool_calling_iterations or 0) >= 0, "max_tool_calling_iterations must be at least 0, or None for no limit."
+        yield callable(self.tool_parser) or self.tool_parser in (None, *PARSERS), f"tool_parser={self.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
         yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
         for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
                               weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, eval_num_generations=1, max_staleness=0, top_k=0).items():
@@ -155,10 +168,8 @@ class Config:
         for name, choices in CHOICES.items():
             yield getattr(self, name) in choices, f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, choices))}."
         yield len(self.server_urls) == 1 or not self.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
-        for name in ("save_steps", "eval_steps"):
-            value = getattr(self, name)
+        for name, value in (("save_steps", self.save_steps), ("eval_steps", self.eval_steps)):
             yield value is None or value >= 1 or (0 < value and self.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
-        yield self.save_total_limit is None or self.save_total_limit >= 1, f"save_total_limit={self.save_total_limit} must be at least 1."
         alone = self.token_budget and not self.launch_server and not self.save_rollouts and self.eval_dataset is None
         yield not self.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
         yield self.eval_dataset is not None or not (self.eval_steps or self.eval_on_start), "eval_steps and eval_on_start need eval_dataset."

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from metrics import Window
-from rewards import reward_names
 
 SLOTS = 8                # one in so many
 evaluating: ContextVar[tuple[dict, count | None]] = ContextVar("evaluating", default=({}, None))     # sampling parameters that differ, seeds
@@ -53,17 +52,17 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     """One prompt's completions as they are written; those that fail are left out, as in training."""
     config, n = loop.config, loop.config.eval_num_generations
     prompts = [json.loads(json.dumps(row["prompt"])) for _ in range(n)]
-    results = await asyncio.gather(*(_evaluate_rollout(loop, slots, prompt, (index * n + i) * 1000) for i, prompt in enumerate(prompts)))
+    results = await asyncio.gather(*(_evaluate_rollout(loop, slots, prompt, row, (index * n + i) * 1000) for i, prompt in enumerate(prompts)))
     pairs = [(prompt, result) for prompt, result in zip(prompts, results) if not isinstance(result, BaseException)]
     if not pairs:
         return []
     rollouts = [rollout for _, rollout in pairs]
     columns = {name: [value] * len(pairs) for name, value in row.items() if name != "prompt"}
-    by_func, rewards = await loop.sum_rewards([prompt for prompt, _ in pairs], [r.completion for r in rollouts], [r.completion_ids for r in rollouts],
-                                              columns, [r.reward for r in rollouts])
+    names, by_source, rewards = await loop.sum_rewards([prompt for prompt, _ in pairs], [r.completion for r in rollouts], [r.completion_ids for r in rollouts],
+                                                       columns, [r.env_reward for r in rollouts], [r.reward for r in rollouts])
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
     window.add_each("reward", rewards)
-    for name, values in zip(reward_names(config.reward_functions), by_func):
+    for name, values in zip(names, by_source):
         window.add_each(f"rewards/{name}/mean", values)
     for part in ("mean", "min", "max"):
         window.add_each(f"completions/{part}_length", lengths)
@@ -75,13 +74,13 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
             for r, reward, length in zip(rollouts, rewards, lengths)]
 
 
-async def _evaluate_rollout(loop, slots: asyncio.Semaphore, prompt: list[dict], seed: int):
+async def _evaluate_rollout(loop, slots: asyncio.Semaphore, prompt: list[dict], row: dict, seed: int):
     """A rollout with evaluation's sampling parameters and seeds: the same at every evaluation, and none of training's."""
     async with slots:
         evaluating.set((loop.config.eval_sampling or {}, count((loop.config.seed % 2**23 << 40) + 2**39 + seed)))
         loop.servers.choose(loop.groups_at)
         loop.generating += 1                     # it takes a slot from training
-        return await loop._run_rollout(prompt, -1)
+        return await loop._run_rollout(prompt, -1, row)
 
 
 def pass_at(k: int, n: int, passed: int) -> float:

@@ -54,7 +54,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
     try:
         tokenizer = load_tokenizer(config)
         if rank == 0:
-            num_prompts = len(load_rows(config.train_dataset, config.train_split))
+            num_prompts = len(load_rows(config.train_dataset, config.train_split, environments=config.environment_factory))
             hub = Hub(config) if config.push_to_hub else None
             server = Server(config) if config.launch_server else None
         policy = load_policy(config, device)
