@@ -168,10 +168,8 @@ class Config:
         for name, choices in CHOICES.items():
             yield getattr(self, name) in choices, f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, choices))}."
         yield len(self.server_urls) == 1 or not self.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
-        for name in ("save_steps", "eval_steps"):
-            value = getattr(self, name)
+        for name, value in (("save_steps", self.save_steps), ("eval_steps", self.eval_steps)):
             yield value is None or value >= 1 or (0 < value and self.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
-        yield self.save_total_limit is None or self.save_total_limit >= 1, f"save_total_limit={self.save_total_limit} must be at least 1."
         alone = self.token_budget and not self.launch_server and not self.save_rollouts and self.eval_dataset is None
         yield not self.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
         yield self.eval_dataset is not None or not (self.eval_steps or self.eval_on_start), "eval_steps and eval_on_start need eval_dataset."

@@ -1,4 +1,4 @@
-"""Evaluation beside training: on the same servers, by the rollout process, in an eighth of the rollout slots.
+"""Evaluation beside training: on the same servers, by the rollout process, in a 24th of the rollout slots.
 
 Nothing waits for it, so the servers may take new weights before it ends: it is pinned to one model version where it fits between two
 syncs (and at the end of a run, when no sync follows). Every completion is written with the versions that sampled it, and
@@ -16,7 +16,7 @@ import numpy as np
 
 from metrics import Window
 
-SLOTS = 8                # one in so many
+SLOTS = 24               # one in so many: where generation holds training back, that is what an evaluation costs at most
 evaluating: ContextVar[tuple[dict, count | None]] = ContextVar("evaluating", default=({}, None))     # sampling parameters that differ, seeds
 
 

@@ -103,8 +103,7 @@ class AsyncRolloutLoop:
                  done: frozenset[int] = frozenset(), eval_dataset=()):
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
-        self.done, self.eval_dataset = done, eval_dataset            # groups of a resumed run that need no generation; prompts to evaluate on
-        self.writer = RolloutWriter(config) if config.save_rollouts else None
+        self.done, self.eval_dataset, self.writer = done, eval_dataset, RolloutWriter(config) if config.save_rollouts else None
         self.metrics = Window()
         self.environments = EnvironmentPool(config.environment_factory, self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
@@ -252,7 +251,7 @@ class AsyncRolloutLoop:
                 admitted = 0
             if group_id >= total or self.silent_groups >= SILENT_GROUPS[1]:
                 break
-            if group_id in self.done:
+            if group_id in self.done:                # before the run was resumed
                 admitted += 1
                 continue
             row = self.dataset[row_index]
@@ -358,11 +357,10 @@ class AsyncRolloutLoop:
 
     async def _score(self, group: RolloutGroup) -> None:
         """Sum the rewards, compute advantages, and submit the group's samples unless it carries no signal."""
-        names, by_source, group.rewards = await self.sum_rewards(group.prompts, group.completions, group.completions_ids, group.reward_kwargs,
-                                                                 group.env_rewards, group.rollout_rewards)
+        names, sources, group.rewards = await self.sum_rewards(group.prompts, group.completions, group.completions_ids, group.reward_kwargs, group.env_rewards, group.rollout_rewards)
         advantages = np.asarray(self.compute_advantages(group), dtype=float)
         kept = has_signal(group)
-        self._record_rewards(group, names, by_source, kept)
+        self._record_rewards(group, names, sources, kept)
         self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
         if self.silent_groups < SILENT_GROUPS[1]:        # from there on generation has ended, whatever the groups under way give
@@ -370,7 +368,7 @@ class AsyncRolloutLoop:
             if self.silent_groups in SILENT_GROUPS:
                 self._warn_of_silence(group)
         if self.writer:
-            self.writer.write(group, by_source, advantages, kept)
+            self.writer.write(group, sources, advantages, kept)
         if not kept:
             self.shared.resolved.put(group.group_id)
             return
@@ -380,15 +378,14 @@ class AsyncRolloutLoop:
                 self.submitted += len(sample.input_ids)
                 self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now, group_samples=count))
 
-    async def sum_rewards(self, prompts, completions, completions_ids, columns, of_env, own) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """Names of the functions and environments, what each gave (sources, G), and its sum with the rollouts' own (G,); NaN where none scored."""
-        funcs = self.config.reward_functions
+    async def sum_rewards(self, prompts, completions, completions_ids, columns, env_rewards, own) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names of the sources, what each gave (sources, G), and that summed with the rollouts' own (G,); NaN where none scored."""
         async with self.scoring:
-            by_func = await call_rewards(funcs, prompts, completions, completions_ids, columns)
-        owners = sorted({found[0].__name__ for found in of_env if found})
-        by_env = [[found[1] if found and found[0].__name__ == name else math.nan for found in of_env] for name in owners]
-        sources = np.concatenate([by_func, np.array([*by_env, [math.nan if r is None else float(r) for r in own]])])
-        return reward_names(funcs) + owners, sources[:-1], np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
+            by_func = await call_rewards(self.config.reward_functions, prompts, completions, completions_ids, columns)
+        owners = sorted({found[0].__name__ for found in env_rewards if found})
+        by_env = [[found[1] if found and found[0].__name__ == name else math.nan for found in env_rewards] for name in owners]
+        sources = np.concatenate([by_func, np.array([*by_env, [math.nan if r is None else float(r) for r in own]])])       # (sources + 1, G)
+        return reward_names(self.config.reward_functions) + owners, sources[:-1], np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
 
     def _warn_of_silence(self, group: RolloutGroup) -> None:
         rewards = group.rewards[scorable(group)]
@@ -491,12 +488,11 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
     config = load_config(argv)
     tokenizer = load_tokenizer(config)
     rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
-    eval_rows = () if config.eval_dataset is None else load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
-    loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group, done, eval_rows)
+    evaluated = () if config.eval_dataset is None else load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
+    loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group, done, evaluated)
     work = asyncio.create_task(loop.run())
-    parent = multiprocessing.parent_process()
     while not work.done():
-        if shared.stop.is_set() or not parent.is_alive():
+        if shared.stop.is_set() or not multiprocessing.parent_process().is_alive():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             return

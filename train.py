@@ -193,7 +193,9 @@ def agreed(number: int) -> int:
 
 def note_trained(config: Config, step: int, plan) -> None:
     """Beside the rollouts on disk: which of them a step trained. Of a step that a resumed run took again, the later line counts."""
-    with (Path(config.output_dir) / "rollouts" / "steps.jsonl").open("a") as file:
+    folder = Path(config.output_dir) / "rollouts"
+    folder.mkdir(exist_ok=True)
+    with (folder / "steps.jsonl").open("a") as file:
         file.write(json.dumps(dict(step=step, trained=plan.trained)) + "\n")
 
 

@@ -136,7 +136,7 @@ def evaluation(server, folder):
     (folder / "eval.jsonl").write_text("".join(json.dumps(dict(prompt=[dict(role="user", content=f"What is {i} + 1?")])) + "\n" for i in range(8)))
     shares = {}
     for name, more in (("without", []), ("with", [f"eval_dataset={folder}/eval.jsonl", "eval_steps=2", "eval_num_generations=2"])):
-        run = Run(folder, "save_strategy=no", "save_rollouts=false", *more)
+        run = Run(folder, "save_strategy=no", "save_rollouts=false", "max_concurrent_rollouts=48", *more)
         run.until(lambda: False, 600)
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         steps = [step for step in steps if step["step"] > 2 and "perf/step_s" in step]           # the first waits for everything to start

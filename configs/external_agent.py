@@ -7,7 +7,6 @@ from chat_api import chat_request, chat_turn
 from configs.smollm_cpu import config as base
 from rollout import AsyncRolloutLoop, Rollout
 
-
 class DoubtingAgent(AsyncRolloutLoop):
     async def setup(self):
         self.client = AsyncOpenAI(base_url=f"{self.config.server_urls[0]}/v1", api_key="none")

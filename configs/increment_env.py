@@ -6,7 +6,6 @@ from config import Config
 
 HERE = Path(__file__).resolve().parent
 
-
 class IncrementEnv:
     def reset(self, **columns) -> str:
         self.counter, self.target = 0, random.randint(1, 6)
@@ -23,7 +22,6 @@ class IncrementEnv:
         """
         self.counter += step
         return self.counter
-
 
 config = Config(
     model=str(HERE.parent / "models" / "SmolLM2-135M-Instruct"), environment_factory=IncrementEnv,

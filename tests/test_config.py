@@ -141,7 +141,7 @@ def test_no_argument_shows_the_usage():
     (dict(optim="lion"), "optim='lion'"), (dict(dtype="int8"), "dtype='int8'"), (dict(bf16=True, fp16=True), "bf16 and fp16"),
     (dict(report_to="printer"), "report_to='printer'"), (dict(token_budget=0), "token_budget=0"),
     (dict(num_train_epochs=0), "num_train_epochs"),
-    (dict(save_steps=0), "save_steps=0"), (dict(save_steps=0.1), "save_steps=0.1"), (dict(save_total_limit=0), "save_total_limit=0"),
+    (dict(save_steps=0), "save_steps=0"), (dict(save_steps=0.1), "save_steps=0.1"),
     (dict(save_strategy="best"), "save_strategy='best'"), (dict(hub_strategy="checkpoint"), "hub_strategy='checkpoint'"),
     (dict(eval_steps=2), "eval_dataset"), (dict(eval_on_start=True), "eval_dataset"), (dict(eval_num_generations=0), "eval_num_generations=0"),
     (dict(eval_dataset=[], eval_steps=0.5), "eval_steps=0.5"), (dict(replay="rollouts"), "token_budget"),

@@ -24,7 +24,7 @@ def rows(n, word):
     return lambda: [dict(prompt=[dict(role="user", content=f"{{word}} {{i}}")], answer=i) for i in range(n)]
 config = Config(model={model!r}, reward_funcs=first_id, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4, max_completion_length=8,
                 num_sampler_logprobs=2, num_train_epochs=1.0, learning_rate=1e-2, token_budget=160, vllm_server_base_url={url!r}, disable_tqdm=True, max_staleness=100,
-                max_concurrent_rollouts=16, save_rollouts=True, train_dataset=rows({prompts}, "train"), {more})
+                max_concurrent_rollouts=48, save_rollouts=True, train_dataset=rows({prompts}, "train"), {more})
 """
 EVALUATION = "eval_dataset=rows(5, 'evaluate'), eval_steps=2, eval_on_start=True, eval_num_generations=3, eval_sampling=dict(temperature=0.25, max_tokens=6)"
 
@@ -89,8 +89,8 @@ def test_it_samples_with_its_own_settings_and_the_same_seeds_each_time_none_of_t
     assert len(seeds) == EVALUATED * 3 and not seeds & training and len(training) == PROMPTS * 4
 
 
-def test_it_takes_an_eighth_of_the_slots_at_most(both):
-    """2 of 16."""
+def test_it_takes_a_24th_of_the_slots_at_most(both):
+    """2 of 48."""
     _, (_, server) = both
     kinds, running, most = {tuple(body["token_ids"]): is_evaluation(body) for body in server.bodies}, 0, 0
     for event, prompt in server.events:
