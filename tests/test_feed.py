@@ -70,20 +70,20 @@ def first_failure(made, within):
 
 def test_a_reward_function_that_raises_reaches_the_trainer_as_a_sentence(feed):
     with FakeServer() as server:
-        caught = first_failure(feed(server, "raise KeyError('no such answer')"), 30)
+        caught = first_failure(feed(server, "raise KeyError('no such answer')"), 90)
     assert caught.type is ConfigError and "reward function <lambda> raised KeyError: 'no such answer'" in str(caught.value)
 
 
 def test_a_reward_function_of_the_wrong_length_reaches_the_trainer_as_a_sentence(feed):
     with FakeServer() as server:
-        caught = first_failure(feed(server, "return [1.0]"), 30)
+        caught = first_failure(feed(server, "return [1.0]"), 90)
     assert "returned 1 rewards for 4 completions" in str(caught.value)
 
 
 def test_a_hook_that_raises_reaches_the_trainer_with_its_traceback(feed):
     more = "loop_cls=type('Broken', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: 1 / 0)),"
     with FakeServer() as server:
-        caught = first_failure(feed(server, more=more), 30)
+        caught = first_failure(feed(server, more=more), 90)
     assert caught.type is RuntimeError and "ZeroDivisionError" in str(caught.value) and "filter_prompt" in str(caught.value)
 
 
@@ -149,7 +149,7 @@ def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
     more = ("loop_cls=type('Stuck', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: time.sleep(60))),"
             "rollout_worker_timeout=8.0,")
     with FakeServer() as server:
-        caught = first_failure(feed(server, more=more), 40)
+        caught = first_failure(feed(server, more=more), 100)
     assert "no sign of life" in str(caught.value)
 
 
