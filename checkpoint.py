@@ -7,7 +7,7 @@ import torch.distributed as dist
 from transformers.utils import cached_file
 
 from model import Policy
-from sync import gathered_weights, write_weights
+from weights import gathered_weights, write_weights
 
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:

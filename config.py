@@ -12,7 +12,7 @@ from pathlib import Path
 from overrides import ConfigError, parse_override
 
 CHOICES = dict(
-    loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk",), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
+    loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk", "nccl", "ipc"), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
     gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb"),
     dtype=("auto", "bfloat16", "float16", "float32"),
     lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
@@ -34,6 +34,7 @@ class Config:
     model_init_kwargs: dict | None = None         # passed to from_pretrained
     dtype: str = "float32"                        # of the loaded weights; mixed precision keeps fp32 masters whatever it says
     trust_remote_code: bool = False
+    peft_config: typing.Any = None                # peft.LoraConfig: train adapters instead of the model
 
     # Generation
     num_generations: int = 8
@@ -107,7 +108,10 @@ class Config:
     # This project's own
     launch_server: bool = False                   # train.py starts, watches and stops the server of serve.py
     vllm_max_model_length: int | None = None      # the server's --max-model-len; None: the model's
-    weight_sync_backend: str = "disk"             # the server reads a folder that train.py writes
+    weight_sync_backend: str = "disk"             # the server reads a folder; nccl: other GPUs; ipc: one GPU for server and trainer
+    verify_sync_steps: int = 50                   # weight syncs between two proofs of sync, beside the first two; 0: none
+    vllm_enable_lora: bool = False                # with peft_config: serve.py starts a server that takes adapters instead of merged weights
+    vllm_gpu_memory_utilization: float | None = None     # the server's share of its GPU; None: 0.9, with ipc 0.35
     loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
     centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
     attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else flex; sdpa on a CPU
@@ -125,7 +129,8 @@ class Config:
         yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
         yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
         for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
-                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, max_staleness=0, top_k=0).items():
+                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, max_staleness=0, top_k=0,
+                              verify_sync_steps=0).items():
             yield getattr(self, name) >= low, f"{name}={getattr(self, name)} must be at least {low}."
         yield self.temperature >= 0.01, f"temperature={self.temperature} must be at least 0.01, where vLLM stops scaling."
         yield 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]."
@@ -136,6 +141,9 @@ class Config:
         for name, choices in CHOICES.items():
             yield getattr(self, name) in choices, f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, choices))}."
         yield len(self.server_urls) == 1 or not self.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
+        yield self.peft_config or not self.vllm_enable_lora, "vllm_enable_lora=True needs adapters to send: set peft_config."
+        share = self.vllm_gpu_memory_utilization
+        yield share is None or 0 < share < 1, f"vllm_gpu_memory_utilization={share} must be between 0 and 1."
         yield not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other: set one."
         yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
         yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."

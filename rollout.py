@@ -24,6 +24,7 @@ from client import LoadCap, Servers, route
 from config import Config, ConfigError, load_config
 from data import load_rows, prompt_order
 from metrics import Window
+from naming import NEVER, Naming
 from packing import Sample
 from rewards import call_rewards, reward_names
 from tools import TurnRecord, render, turns_to_samples
@@ -79,13 +80,16 @@ class Shared:
     lost: object                         # Array: how often the rollout process took each server out
     restored: object                     # Array: that number when the trainer last gave each its weights; equal: the server is in use
     stop: object                         # Event
+    adapters: object                     # Value: whether requests name adapters, as the trainer finds at its start
+    oldest_named: object                 # Value: the oldest version that a request in flight names
 
     @classmethod
     def create(cls, num_servers: int = 1) -> "Shared":
         spawn = multiprocessing.get_context("spawn")
         return cls(spawn.Queue(), spawn.Queue(), spawn.Queue(), *(spawn.Value("q", 0, lock=False) for _ in range(3)),
                    spawn.Value("d", time.monotonic(), lock=False), spawn.Array("q", num_servers, lock=False),
-                   spawn.Array("q", num_servers, lock=False), spawn.Event())     # one writer each: a lock could die with its holder
+                   spawn.Array("q", num_servers, lock=False), spawn.Event(),
+                   spawn.Value("b", 0, lock=False), spawn.Value("q", NEVER, lock=False))     # one writer each: a lock could die with its holder
 
 
 class AsyncRolloutLoop:
@@ -95,7 +99,8 @@ class AsyncRolloutLoop:
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
         self.metrics = Window()
-        self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics)
+        self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
+                               Naming(config.model, shared.adapters, shared.oldest_named))
         self.cap = LoadCap(config.max_concurrent_rollouts)
         self.groups_at = [0] * len(config.server_urls)   # unfinished groups of each server
         self.seeds = itertools.count((config.seed % 2**23 << 40) + start_group * config.num_generations)

@@ -38,13 +38,15 @@ from checkpoint import save_model
 from config import Config, ConfigError, load_config
 from data import load_rows
 from feed import RolloutFeed
+from flags import cpu_threads
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, print_completions, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
 from packing import Row, Sample, pack_row, plan_micro_batch
-from serve import Server, check_server, cpu_threads, wait_for_server
+from proof import Proof
+from serve import Server, check_server, wait_for_server
 from shard import shard
-from sync import DiskSync
+from sync import make_sync
 
 
 def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int) -> None:
@@ -73,9 +75,11 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             budget = config.token_budget or max_model_len
             feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
-        sync = DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        sync = make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        proof = Proof(config, policy, sync, dtype)
         version = 0
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
+        proof.check(version, Window())
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
             feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE))
@@ -107,6 +111,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             if step % config.weight_sync_steps == 0 or step == config.max_steps:
                 version += 1
                 sync.push(version, window)
+                proof.check(version, window)
                 if rank == 0:
                     feed.shared.version.value = version         # only after the server confirmed it
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT, tiny_config
 
 from config import ConfigError
-from serve import Server, check_server, cpu_threads, server_command, wait_for_server
+from flags import cpu_threads, server_command
+from serve import Server, check_server, wait_for_server
 
 
 def flags(config):

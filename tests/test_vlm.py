@@ -24,7 +24,7 @@ from loss import Objective                                                      
 from model import check_packing, load_policy, make_optimizer  # noqa: E402
 from shard import ComputeCopies, shard  # noqa: E402
 from packing import pack_row, plan_micro_batch                                      # noqa: E402
-from sync import gathered_weights                                                   # noqa: E402
+from weights import gathered_weights                                                 # noqa: E402
 from train import Share, forward_backward, make_step, scatter_step                  # noqa: E402
 
 CPU, VOCAB = torch.device("cpu"), 64
