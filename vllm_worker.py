@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         if op._schema.is_mutable and isinstance(args[0], Tensor) and storage(args[0]) in self.targets:
             if op is torch.ops.aten.copy_.default:
                 self.copies.append((args[0], args[1]))
-            else:
+            elif op is not torch.ops.aten.fill_.Scalar or not (args[0] == args[1]).all():        # padding stays as it was filled
                 self.strange = op.name()
             return args[0]
         return op(*args, **(kwargs or {}))
@@ -108,22 +108,18 @@ def storage(tensor: Tensor) -> int:
 
 
 def trace_copies(model, tensors: list[tuple[str, Tensor]]) -> tuple[tuple[list[Tensor], list[Tensor]], str | None]:
-    """((slices of the model's parameters, slices of the buffer), None), or why later syncs cannot be copies."""
+    """((slices of the model's parameters, slices of the buffer), None), or why later syncs cannot be copies. What no loader takes, vLLM ignores too."""
     live = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
-    targets, sources = [], []
-    for name, tensor in tensors:
-        with Recorder(live) as seen:
-            try:
-                model.load_weights([(name, tensor)])
-            except Exception as error:           # the loaders of a model whose weights were rearranged fail in ways of their own
-                return ([], []), f"{name}: {type(error).__name__}: {error}"
-        if seen.strange or not seen.copies:
-            return ([], []), f"{name}: its loader {'also runs ' + seen.strange if seen.strange else 'copies nothing'}"
-        for target, source in seen.copies:
-            if storage(source) != storage(tensor):
-                return ([], []), f"{name}: its loader computes new values"
-            if not torch.equal(target, source.to(target.dtype)):
-                return ([], []), f"{name}: the model does not hold it as it was sent"
-            targets.append(target.detach())
-            sources.append(source.detach())
-    return (targets, sources), None
+    with Recorder(live) as seen:
+        try:
+            model.load_weights(tensors)
+        except Exception as error:           # the loaders of a model whose weights were rearranged fail in ways of their own
+            return ([], []), f"{type(error).__name__}: {error}"
+    if seen.strange or not seen.copies:
+        return ([], []), f"a loader {'also runs ' + seen.strange if seen.strange else 'copies nothing'}"
+    for target, source in seen.copies:
+        if storage(source) != storage(tensors[0][1]):
+            return ([], []), f"a loader computes new values of shape {tuple(target.shape)}"
+        if not torch.equal(target, source.to(target.dtype)):
+            return ([], []), f"the model does not hold a tensor of shape {tuple(source.shape)} as it was sent"
+    return tuple([part.detach() for part in parts] for parts in zip(*seen.copies)), None
