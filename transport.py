@@ -110,6 +110,15 @@ class Nccl:
     def send(self, server: int, chunk: int) -> None:
         if self.updates[server].done():
             self._result(server)                 # it has failed: nobody would receive this
+        try:
+            self._broadcast(server, chunk)
+        except RuntimeError as error:
+            if self.updates[server].done():
+                self._result(server)             # what the server says tells more
+            self._forget(server)
+            raise RuntimeError(f"weight sync failed in its phase 'transfer' at {self.control.urls[server]} ({error}).") from error
+
+    def _broadcast(self, server: int, chunk: int) -> None:
         if self.device.type != "cuda":
             return self.groups[server].broadcast(self.filled, src=0)
         with torch.cuda.device(self.device):
@@ -132,10 +141,14 @@ class Nccl:
         try:
             self.updates[server].result()
         except RuntimeError:
-            del self.groups[server]              # half way through a collective: the next sync opens another
-            for events in self.sent:
-                events.pop(server, None)
+            self._forget(server)
             raise
+
+    def _forget(self, server: int) -> None:
+        """A group that stopped half way through a collective is of no use: the next sync opens another."""
+        self.groups.pop(server, None)
+        for events in self.sent:
+            events.pop(server, None)
 
     def _wait(self, server: int, event) -> None:
         """NCCL itself never gives up."""
