@@ -197,6 +197,15 @@ def open_group(address: str, port: int, world_size: int, device: torch.device):
     return PyNcclCommunicator(StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size), device=device)
 
 
+def check_fits(trained: int, free: int, total: int) -> None:
+    """Raise ConfigError unless the memory (bytes) that server and weights leave holds what a step of `trained` parameters keeps, and some activations."""
+    gib, activations = 2**30, 2 << 30
+    needed = 14 * trained + min(2 * trained, Ipc.limit) + activations       # AdamW 8, gradients 4, bf16 copies 2 bytes each; the buffer
+    if free < needed:
+        raise ConfigError(f"server and trainer do not fit this GPU of {total / gib:.1f} GiB: {free / gib:.1f} GiB are free, optimizer, gradients, bf16 copies and buffer "
+                          f"need {needed / gib:.1f}: start the server with vllm_gpu_memory_utilization lowered by {(needed - free) / total:.2f}, or train adapters (peft_config).")
+
+
 class Ipc:
     """One buffer that the server on this GPU (or, without one, on this machine) has mapped; vllm_worker.py takes the weights out of it."""
 
@@ -210,6 +219,8 @@ class Ipc:
             raise ConfigError(f"weight_sync_backend=ipc shares memory of this machine, and hands out its handles over HTTP: {hosts[0]} is refused, "
                               "let the server listen on 127.0.0.1 and correct vllm_server_base_url.")
         self.control, self.device = control, next(policy.parameters()).device
+        if self.device.type == "cuda":
+            check_fits(sum(p.numel() for p in policy.parameters() if p.requires_grad), *torch.cuda.mem_get_info(self.device))
         self.staging = Staging(policy, dtype, self.limit, 16, self._buffers)
         self.chunks, self.learnt = len(self.staging.chunks), False
         layout = [[[name, str(dtype).removeprefix("torch."), list(shape), offset] for name, dtype, shape, offset in chunk] for chunk in self.staging.chunks]

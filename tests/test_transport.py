@@ -16,7 +16,7 @@ from config import ConfigError
 from metrics import Window
 from model import Policy
 from sync import Control, make_sync
-from transport import Ipc, Nccl, cut
+from transport import Ipc, Nccl, check_fits, cut
 from weights import gathered_weights
 
 PORTS = {"0.26.0": 8310, "0.32.0": 8311}
@@ -141,3 +141,10 @@ def test_a_shared_buffer_is_refused_beyond_this_machine_and_for_several_servers(
         config = tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend="ipc")
         with pytest.raises(ConfigError, match=words):
             Ipc(config, policy, torch.float32, Control(config.server_urls, 20.0, lambda: None))
+
+
+def test_a_server_and_a_trainer_that_do_not_fit_one_gpu_are_told_by_how_much():
+    """14 bytes for each of 1.54 billion parameters are 20.1 GiB; with the buffer of 1 and 2 for activations 23.1."""
+    check_fits(1_543_714_304, free=25 * 2**30, total=80 * 2**30)
+    with pytest.raises(ConfigError, match="20.0 GiB are free.* need 23.1: .*vllm_gpu_memory_utilization lowered by 0.04"):
+        check_fits(1_543_714_304, free=20 * 2**30, total=80 * 2**30)
