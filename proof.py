@@ -37,9 +37,9 @@ class Proof:
         """Raise RuntimeError on all ranks unless every server in use scores the probe as the policy does. A collective."""
         started, due = time.monotonic(), self._due(version)
         if due or self._due(version + 1):
-            self.scores[version] = self._policy_scores()
+            self.scores[version] = self.policy_scores()
         if due:
-            words = [self._problem(version) if dist.get_rank() == 0 else None]
+            words = [self.problem(version) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(words, src=0)
             if words[0]:
                 raise RuntimeError(words[0])
@@ -50,7 +50,7 @@ class Proof:
         return every > 0 and (version <= 1 or version % every == 0)
 
     @torch.no_grad()
-    def _policy_scores(self) -> np.ndarray:
+    def policy_scores(self) -> np.ndarray:
         """(LENGTH − 1,) log-probs at temperature 1, which a server gives for a prompt."""
         with self.policy.compute_weights:
             return self.policy(self.row, temperature=1.0)[0].float().cpu().numpy()
@@ -69,7 +69,7 @@ class Proof:
         found = found.get("prompt_logprobs") or found["choices"][0]["prompt_logprobs"]
         return np.array([tokens[str(token)]["logprob"] for tokens, token in zip(found[1:], self.ids[1:])], np.float32)
 
-    def _problem(self, version: int) -> str | None:
+    def problem(self, version: int) -> str | None:
         """What is wrong, in a sentence."""
         for server in self.sync.current:
             url = self.sync.control.urls[server]
