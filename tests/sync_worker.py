@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from conftest import tiny_lm, tiny_lora, tiny_moe               # noqa: E402
+from conftest import make_sample, tensors_of, tiny_lm, tiny_lora, tiny_moe      # noqa: E402
 
 from metrics import Window                                      # noqa: E402
 from model import Policy                                        # noqa: E402
+from packing import pack_row                                    # noqa: E402
 from shard import shard                                         # noqa: E402
 from sync import WeightSync                                     # noqa: E402
 from transport import Staging                                   # noqa: E402
@@ -55,6 +56,17 @@ def compare(kind, mesh):
     listed = announced(policy.lm, pieces(policy, torch.bfloat16))
     again = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent]
     return dict(same=same(sent, expected), count=len(sent), gathers=GATHERS[0], announced=not sent or listed == again)
+
+
+def train_mixed(mesh):
+    """Adapters in fp32 beside a frozen base in bf16, sharded together: log-probs of a row, and which parameters got a gradient."""
+    policy = shard(tiny_lora(), mesh, torch.bfloat16)
+    with torch.enable_grad():
+        logprobs = policy(tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0])[0]
+        logprobs.sum().backward()
+    with_gradient = sorted(base for base, p in policy.lm.named_parameters() if p.grad is not None)
+    return dict(logprobs=logprobs.tolist(), trained=with_gradient, adapters=sorted(base for base, p in policy.lm.named_parameters() if ".lora_" in base),
+                dtypes=sorted({str(p.dtype) for p in policy.parameters() if p.requires_grad}))
 
 
 class Faulty:
@@ -116,6 +128,7 @@ if __name__ == "__main__":
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.no_grad():
         results = dict(gather={kind: compare(kind, mesh) for kind in KINDS})
+        results["mixed"] = train_mixed(mesh)
         policy = shard(KINDS["untied"](), mesh, torch.float32)
         results["failures"] = {phase: fail(policy, phase) for phase in ("pause", "start", "transfer", "writing", "finish", "resume", None)}
     Path(f"{sys.argv[1]}.{dist.get_rank()}.json").write_text(json.dumps(results))

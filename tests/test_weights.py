@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import tiny_lm, tiny_lora, tiny_moe
+from conftest import make_sample, tensors_of, tiny_lm, tiny_lora, tiny_moe
 
 from model import Policy
+from packing import pack_row
 from weights import announced, gathered_weights, pieces
 
 WORKER = Path(__file__).with_name("sync_worker.py")
@@ -50,6 +51,15 @@ def test_a_failure_at_any_phase_is_raised_on_all_ranks_after_the_same_gathers(ra
 
 def test_after_a_failure_the_next_sync_works(ranks):
     assert all(rank["failures"]["null"]["error"] is None for rank in ranks)
+
+
+def test_adapters_train_in_fp32_beside_a_frozen_base_in_bf16_on_several_ranks(ranks):
+    with torch.no_grad():
+        exact = tiny_lora()(tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0])[0]
+    for rank in ranks:
+        mixed = rank["mixed"]
+        assert mixed["trained"] == mixed["adapters"] and mixed["dtypes"] == ["torch.float32"]
+        torch.testing.assert_close(torch.tensor(mixed["logprobs"]), exact, rtol=0, atol=0.15)
 
 
 @pytest.mark.parametrize("make", [lambda: Policy(tiny_lm(), 1.0, "sdpa"), lambda: Policy(tiny_moe(), 1.0, "sdpa"), tiny_lora])
