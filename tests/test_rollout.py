@@ -404,6 +404,22 @@ def test_two_epochs_generate_each_prompt_exactly_twice_and_then_end_the_queue(se
     assert sorted(out.groups) == list(range(12)) and len(out.samples) == 48
 
 
+class Forking(AsyncRolloutLoop):
+    """Three turns to a rollout, none of which extends the one before."""
+
+    async def generate_one(self, prompt, tools, group_id=0):
+        turns = [await self.generate_one_turn([1, 2, int(prompt[-1]["content"]), n]) for n in (5, 6, 7)]
+        return Rollout([], turns[0].output_ids, turns)
+
+
+def test_an_epoch_is_a_pass_over_the_prompts_however_many_samples_a_rollout_forks_into(server):
+    """Counted in samples, two epochs would be over after two thirds of one."""
+    out = drive(server, rows(6), Forking, num_train_epochs=2)
+    assert prompts_of(server) == {n: 48 for n in (5, 6, 7)} and sorted(out.groups) == list(range(12))
+    assert all(len(samples) == 12 and len({sample.rollout_id for sample in samples}) == 4 for samples in out.groups.values())
+    assert len(out.samples) == 144 and out.metrics["rollout/samples_per_rollout"] == 3
+
+
 def test_half_an_epoch_generates_half_of_the_prompts_once(server):
     drive(server, rows(6), num_train_epochs=0.5)
     assert sorted(prompts_of(server).values()) == [4, 4, 4]
