@@ -150,7 +150,7 @@ class Servers:
         words = content.decode(errors="replace")[:500]
         if response.status == 404 and "model" not in words:              # else: a model it does not serve
             return None
-        if response.status >= 500 or response.status == 429:
+        if response.status >= 500 or response.status == 429 or (response.status == 404 and len(self.in_use()) > 1):     # 404: it lost the adapter
             raise Unreachable(f"{response.status}: {words}")
         raise ConfigError(f"the vLLM server at {self.urls[server]} refused a request ({response.status}: {words})")
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import client
 import pytest
+from aiohttp import web
 from client import LoadCap, Servers, parse_completion, parse_generate, parse_metrics
 from conftest import tiny_config
 from fake_server import EOS, FakeServer, as_completion, choice
@@ -62,6 +63,22 @@ def test_with_adapters_every_request_names_that_of_its_version_and_the_oldest_na
         ask(servers)
     assert {body["model"] for body in server.bodies[:2]} == {"policy-v3"} and server.bodies[-1]["model"] == "tiny"
     assert set(during) == {3} and oldest.value == NEVER
+
+
+class Anew(FakeServer):
+    """A server that was started anew and lost the adapter."""
+
+    async def _generate(self, request):
+        return web.json_response(dict(error=dict(message="The model `policy-v3` does not exist.")), status=404)
+
+
+def test_a_server_that_lost_the_adapter_is_left_for_another_and_ends_the_run_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(client, "ATTEMPTS", 2)
+    with Anew() as anew, FakeServer() as good:
+        servers, _ = made(anew, good)
+        assert len(ask(servers)) == 1 and servers.in_use() == [1]
+        with pytest.raises(ConfigError, match="policy-v3. does not exist"):
+            ask(made(anew)[0])
 
 
 def test_a_server_without_the_token_endpoint_is_asked_for_it_once():
