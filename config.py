@@ -13,7 +13,7 @@ from overrides import ConfigError, parse_override
 
 CHOICES = dict(
     loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk", "nccl", "ipc"), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
-    gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb"),
+    gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb", "tensorboard"),
     dtype=("auto", "bfloat16", "float16", "float32"),
     lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
                        "inverse_sqrt", "warmup_stable_decay"))     # of transformers.get_scheduler
@@ -101,7 +101,7 @@ class Config:
     log_completions: bool = False
     num_completions_to_print: int | None = None   # None: all of the last group
     disable_tqdm: bool | None = None              # None: a bar on a terminal, plain lines elsewhere
-    report_to: str = "none"                       # none or wandb
+    report_to: str = "none"                       # none, wandb or tensorboard
     run_name: str | None = None
     project: str = "huggingface"
 

@@ -43,7 +43,7 @@ class Proof:
             dist.broadcast_object_list(words, src=0)
             if words[0]:
                 raise RuntimeError(words[0])
-        window.add("perf/verify_sync_s", time.monotonic() - started)
+            window.add("perf/verify_sync_s", time.monotonic() - started)
 
     def _due(self, version: int) -> bool:
         every = self.config.verify_sync_steps

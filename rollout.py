@@ -218,7 +218,7 @@ class AsyncRolloutLoop:
             if self.generating >= self.cap.limit:
                 started = time.monotonic()           # that limit is not backpressure
         if (waited := time.monotonic() - started) > 0.005 and self.finished_rollouts:
-            self.metrics.add("rollout/backpressure_s", waited)
+            self.metrics.add_all({"rollout/backpressure_s": waited, "rollout/backpressure_count": 1})
 
     def _may_start(self) -> bool:
         if self.generating >= self.cap.limit:

@@ -39,8 +39,9 @@ from config import Config, ConfigError, load_config
 from data import load_rows
 from feed import RolloutFeed
 from flags import cpu_threads
+from flops import utilization_of
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
-from metrics import Logger, Window, mark, print_completions, seconds
+from metrics import Logger, Window, mark, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
 from packing import Row, Sample, pack_row, plan_micro_batch
 from proof import Proof
@@ -75,6 +76,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             budget = config.token_budget or max_model_len
             feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
+            utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
         sync = make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
         proof = Proof(config, policy, sync, dtype)
         version = 0
@@ -116,8 +118,9 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     feed.shared.version.value = version         # only after the server confirmed it
 
             metrics, terms, loss = stats.reduce(objective, group)
+            aux_loss = metrics.pop("aux_loss", None)            # of a step; the others are means over trained tokens
             window.add_all(metrics, terms)
-            window.add_all(dict(loss=loss, grad_norm=norm, learning_rate=learning_rate, model_version=version))
+            window.add_all(dict(loss=loss, grad_norm=norm, learning_rate=learning_rate, model_version=version, aux_loss=aux_loss))
             window.add("batch/nonfinite_gradient_count", float(not math.isfinite(norm)))
             if rank == 0:
                 num_tokens += plan.forwarded_tokens
@@ -127,12 +130,11 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     "num_tokens": num_tokens, "epoch": prompts_seen / num_prompts,
                     "sample/time_in_queue_s": (taken - plan.queued_at, plan.num_samples), "perf/fwd_s": sum(seconds(*marks) for marks in forwards),
                     "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
-                window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started))
+                work = utilization([row for share in plan.shares for row in share.rows])
+                window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started, work))
                 feed.collect_metrics()
                 if step % config.logging_steps == 0 or (step == 1 and config.logging_first_step):
-                    logger.log(step, window.result())
-                    if config.log_completions:
-                        print_completions(step, feed.table, config.num_completions_to_print)
+                    logger.log(step, window.result(), feed.table)
         if step == 0:
             raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
         if rank == 0 and window.values:
@@ -265,11 +267,12 @@ def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | N
     return received[0]
 
 
-def speed(plan: StepPlan, training_s: float, step_s: float) -> dict[str, float | tuple[float, float]]:
-    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds."""
-    return {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
-            "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
-            "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
+def speed(plan: StepPlan, training_s: float, step_s: float, work: float | None = None) -> dict[str, float | tuple[float, float]]:
+    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds. `work`: percent of the devices' peak, times seconds."""
+    mfu = {"perf/fwd_bwd_mfu": (work / training_s, training_s), "perf/wall_clock_mfu": (work / step_s, step_s)} if work else {}
+    return mfu | {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
+                  "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
+                  "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
 
 
 def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import attention  # noqa: E402
+from flops import cost_of, step_flops  # noqa: E402
 from head import measure  # noqa: E402
 from loss import Objective  # noqa: E402
 from model import Policy, kept_logits, prepare_layers  # noqa: E402
@@ -60,16 +61,6 @@ def make_lm(shape, implementation):
         return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).train()
 
 
-def flops(lm, row) -> float:
-    """Of the row's unique tokens, forward and backward: 6 a weight and token of the layers, 6 a weight and term of the head, 12 a
-    head channel and (query, key) pair. What checkpointing recomputes is not counted."""
-    config = lm.config
-    layers = sum(p.numel() for p in lm.get_decoder().layers.parameters())
-    attending = sum(kind != "linear_attention" for kind in config.layer_types)
-    return (6 * layers * row.num_tokens + 6 * lm.get_output_embeddings().weight.numel() * len(row.targets)
-            + 12 * attending * config.num_attention_heads * config.head_dim * row.attention_cost)
-
-
 def warmed(step, repeats):
     """(median milliseconds, peak bytes, seconds of the first step) of `step`."""
     started = time.perf_counter()
@@ -95,7 +86,7 @@ def ours(shape, checkpointing, row, repeats, compiled, backend):
         forward_backward(policy, Objective(), share, torch.device("cuda"))
         optimizer.step()
         optimizer.zero_grad()
-    return warmed(step, repeats), flops(lm, row)
+    return warmed(step, repeats), step_flops(cost_of(lm.config), [row])
 
 
 def theirs(shape, checkpointing, samples, repeats):

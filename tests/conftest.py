@@ -54,13 +54,13 @@ def tiny_lm(vocab=37, tied=True, dtype=torch.float32, seed=0, **changes):
     return LlamaForCausalLM(config).to(dtype)
 
 
-def tiny_moe(seed=0):
+def tiny_moe(seed=0, vocab=37):
     """A random Qwen3-MoE with 4 experts, 2 of them a token."""
     import attention
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     attention.register()
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(vocab_size=37, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+    config = Qwen3MoeConfig(vocab_size=vocab, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
                             num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=128, initializer_range=0.2)
     config._attn_implementation = attention.NAME
     return Qwen3MoeForCausalLM(config)

@@ -48,6 +48,7 @@ class FakeVllm(FakeServer):
     async def _start(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/metrics", self._get)
         for path in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
             app.router.add_post(path, self._control)
         info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)))
