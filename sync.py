@@ -135,6 +135,7 @@ class WeightSync:
         self.transport, self.control, self.shared = transport, control, shared
         self.names_adapters = isinstance(transport, Adapters)
         self.phases: dict[str, float] = {}       # seconds of the last push, by phase
+        self.paused = 0.0                        # of it, from the pause until every server had resumed
         self.current: list[int] = []             # servers that have the weights of the last push
 
     def push(self, version: int, window: Window) -> None:
@@ -152,6 +153,7 @@ class WeightSync:
                 self._guard(alive, "writing", fill)
                 self.phases["gather"] += time.monotonic() - begun
                 if chunk == 0:
+                    pausing = time.monotonic()
                     if transport.pauses:
                         self._each(alive, "pause", self._pause)
                     self._each(alive, "transfer", transport.begin)
@@ -159,6 +161,7 @@ class WeightSync:
         if dist.get_rank() == 0:
             self._each(alive, "finish", lambda server: self._finish(server, version))
             self._each(alive, "resume", self._resume)
+            self.paused = time.monotonic() - pausing
             self._settle(alive, version)
             self.current = [server for server, error in alive.items() if error is None]
             transport.clean(version)

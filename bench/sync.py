@@ -4,7 +4,7 @@
 
 Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
 every weight_sync_backend; disk and ipc also on a CPU, where ipc goes through shared memory. With own=true the same server (ipc on a GPU,
-vLLM 0.28 or newer) also gets the weights from vLLM's IPCTrainerWeightTransferEngine, in turns. "gather" may lie before the pause, and
+vLLM 0.28 or newer) also gets the weights from vLLM's IPCTrainerWeightTransferEngine, in turns. The first gather lies before the pause, and
 gb_per_s is of the transfer alone. After each sender the proof of sync must hold.
 """
 import json
@@ -31,12 +31,10 @@ from weights import announced, gathered, pieces  # noqa: E402
 
 
 def ours(sync, version):
-    """Seconds by phase; the pause began after the first gather."""
-    started, window = time.perf_counter(), Window()
-    sync.push(version, window)
-    total, phases = time.perf_counter() - started, sync.phases
-    first = phases["gather"] if sync.transport.chunks == 1 else 0.0
-    return phases | dict(pause_to_resume=total - first, total=total)
+    """Seconds by phase."""
+    started = time.perf_counter()
+    sync.push(version, Window())
+    return sync.phases | dict(pause_to_resume=sync.paused, total=time.perf_counter() - started)
 
 
 def make_own(policy, dtype, url):
