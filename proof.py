@@ -75,10 +75,10 @@ class Proof:
             url = self.sync.control.urls[server]
             try:
                 theirs = self.server_scores(server, version)
+                says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
             except RuntimeError as error:
                 return str(error)
             distances = {v: float(np.abs(theirs - ours).mean()) for v, ours in self.scores.items()}
-            says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
             if not distances[version] <= self.bound or says not in (None, str(version)):
                 return self._sentence(url, version, distances, says)
         return None

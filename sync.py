@@ -58,23 +58,20 @@ class Control:
         """For clean-up, where a failure must not hide the error before it."""
         return self._try(self.urls[server] + path, body, optional=True)[0] is None
 
-    def get(self, server: int, path: str, **params) -> requests.Response:
-        return requests.get(self.urls[server] + path, params=params, timeout=(5, 60))
-
-    def reply(self, server: int, path: str, body: dict) -> requests.Response:
-        """Raises RuntimeError when none comes."""
+    def reply(self, server: int, path: str, body: dict | None = None, **params) -> requests.Response:
+        """To a POST of `body`, or a GET. Raises RuntimeError when none comes."""
         try:
-            return requests.post(self.urls[server] + path, json=body, timeout=(5, self.timeout))
+            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, self.timeout))
         except requests.RequestException as error:
-            raise RuntimeError(f"{self.urls[server]} did not answer {path} after a weight sync: {error}") from error
+            raise RuntimeError(f"{self.urls[server]} did not answer {path}: {error}") from error
 
     def weight_version(self, server: int) -> str | None:
         """The version that the server says it has, where it keeps one."""
-        reply = self.get(server, "/weight_info")
+        reply = self.reply(server, "/weight_info")
         return reply.json()["weight_version"] if reply.status_code == 200 else None
 
     def vllm_config(self, server: int) -> dict:
-        return self.get(server, "/server_info", config_format="json").json()["vllm_config"]
+        return self.reply(server, "/server_info", config_format="json").json()["vllm_config"]
 
 
 class Disk:

@@ -165,15 +165,15 @@ class Nccl:
 
     def _connect(self, server: int) -> None:
         """Both ends of a group must enter at once; ours waits in a thread, so that what the server says is heard."""
-        world = self.control.get(server, "/get_world_size").json()["world_size"] + 1
-        major, minor = map(int, re.match(r"(\d+)\.(\d+)", self.control.get(server, "/version").json()["version"]).groups())
+        world = self.control.reply(server, "/get_world_size").json()["world_size"] + 1
+        major, minor = map(int, re.match(r"(\d+)\.(\d+)", self.control.reply(server, "/version").json()["version"]).groups())
         self.stateful[server] = (major, minor) >= (0, 28)      # since then packing is agreed on once, not at each update
         self.control.try_once(server, "/shutdown_weight_transfer_engine")                # of a run before this one
         address, opened = own_address(self.control.urls[server]), {}
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, world, self.device)), daemon=True)
+        thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, world, self.device)), daemon=True, name="group")
         thread.start()
         info = dict(master_address=address, master_port=port, rank_offset=1, world_size=world)
         self.control.post(server, "connection", "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {})))

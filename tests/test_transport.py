@@ -1,6 +1,7 @@
 """Weights through memory: what a server process receives over a group, bit for bit, for both of vLLM's interfaces; and the buffer on one machine."""
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +34,7 @@ class Gloo:
     """Has the one method of vLLM's communicator that is used."""
 
     def __init__(self, address, port, world_size, device):
-        store = dist.TCPStore(address, port, world_size, True, timedelta(seconds=20))
+        store = dist.TCPStore(address, port, world_size, True, timedelta(seconds=10))
         self.group = dist.ProcessGroupGloo(store, 0, world_size, timedelta(seconds=4))
 
     def broadcast(self, tensor, src, stream=None):
@@ -61,6 +62,9 @@ def servers(tmp_path_factory):
     for process in processes:
         process.stdin.close()
         process.wait(10)
+    for thread in threading.enumerate():             # one whose server refused still waits for it
+        if thread.name == "group":
+            thread.join(20)
 
 
 def synced(monkeypatch, tmp_path, policy, urls, dtype=torch.bfloat16, limit=3000):
