@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from overrides import ConfigError, parse_override
+from tool_parsers import PARSERS
 
 CHOICES = dict(
     loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk", "nccl", "ipc"), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
@@ -29,6 +30,8 @@ class Config:
     train_dataset: typing.Any = None              # .jsonl path, `datasets` name, list of rows, datasets.Dataset, or a callable
     train_split: str = "train"                    # split of a `datasets` name
     loop_cls: typing.Any = None                   # subclass of rollout.AsyncRolloutLoop
+    tools: typing.Any = None                      # functions the model may call, with type hints and a Google docstring
+    environment_factory: typing.Any = None        # makes an environment, or a dict of such for the dataset's environment column
 
     # Model
     model_init_kwargs: dict | None = None         # passed to from_pretrained
@@ -44,6 +47,8 @@ class Config:
     top_k: int = 0
     min_p: float | None = None
     chat_template_kwargs: dict | None = None
+    max_tool_calling_iterations: int | None = None       # turns whose calls are run; None: no limit
+    tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
 
     # The vLLM server
     vllm_server_base_url: str | list = "http://localhost:8000"      # several: a list, or with commas between
@@ -126,7 +131,15 @@ class Config:
             value, kind = getattr(self, name), declared | int if declared is float else declared
             yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
         yield self.model, "model is missing: set it to a Hugging Face id or a folder."
-        yield self.reward_functions, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+        rewarded = self.reward_functions or self.environment_factory or self.loop_cls
+        yield rewarded, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+        names = [getattr(tool, "__name__", None) for tool in self.tools or []]
+        yield None not in names and len({*names}) == len(names), "tools must be functions, each with a name of its own."
+        factories = list(self.environment_factory.values()) if isinstance(self.environment_factory, dict) else [self.environment_factory or list]
+        yield factories and all(map(callable, factories)), "environment_factory must be a callable without arguments, or a dict of names to such."
+        yield self.train_dataset is not None or not self.environment_factory or self.max_steps > 0, "environments without train_dataset need max_steps, which ends the run."
+        yield (self.max_tool_calling_iterations or 0) >= 0, "max_tool_calling_iterations must be at least 0, or None for no limit."
+        yield callable(self.tool_parser) or self.tool_parser in (None, *PARSERS), f"tool_parser={self.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
         yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
         for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
                               weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, max_staleness=0, top_k=0,

@@ -7,11 +7,15 @@ from pathlib import Path
 from config import ConfigError
 
 
-def load_rows(source, split: str = "train") -> Sequence[dict]:
+def load_rows(source, split: str = "train", environments=None) -> Sequence[dict]:
     """The rows of `source`: a .jsonl path, a `datasets` name, a Dataset, a list of dicts, or a callable returning one.
 
-    Raises ConfigError when there is no row, or naming the first row whose prompt is not a conversation.
+    `environments` is the config's environment_factory: with one, rows need no prompt, and without a source there is one empty row,
+    since the environment makes up its own tasks; with a dict, each row's `environment` is one of its names.
+    Raises ConfigError when there is no row, or naming the first row whose prompt or environment is not as it must be.
     """
+    if source is None and callable(environments):
+        return [{}]
     origin = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
     if callable(source):
         source = source()
@@ -23,7 +27,7 @@ def load_rows(source, split: str = "train") -> Sequence[dict]:
     if len(rows) == 0:
         raise ConfigError(f"train_dataset {origin} has no rows.")
     for index, row in enumerate(rows):
-        if problem := _prompt_problem(row):
+        if problem := _environment_problem(row, environments) or _prompt_problem(row, bool(environments)):
             raise ConfigError(f"row {index} of train_dataset {origin}: {problem}")
     return rows
 
@@ -48,8 +52,16 @@ def _load_dataset(name: str, split: str):
     return datasets.load_dataset(name, split=split)
 
 
-def _prompt_problem(row) -> str | None:
+def _environment_problem(row, environments) -> str | None:
+    if isinstance(environments, dict) and not (isinstance(row, dict) and row.get("environment") in environments):
+        return f"its 'environment' column must name one of {', '.join(environments)}."
+    return None
+
+
+def _prompt_problem(row, optional: bool) -> str | None:
     """What is wrong with a row's prompt, as a sentence, or None."""
+    if optional and isinstance(row, dict) and not row.get("prompt"):
+        return None
     if not isinstance(row, dict) or "prompt" not in row:
         return "it has no 'prompt' column; rename yours to 'prompt'."
     prompt = row["prompt"]

@@ -70,6 +70,7 @@ rollout/score_block_s | s | generation was blocked by a full scoring queue | | 0
 rollout/backpressure_s | s | generation waited because it was max_staleness steps ahead; mean over the waits | it waited | near 0, or less than a step
 rollout/backpressure_count * | waits | of backpressure_s | it waited | few
 rollout/failed_count * | rollouts | that raised and were left out of their group | some did | 0
+rollout/context_exhausted_count * | rollouts | that ended because results of tools left no room for another reply | tools, some did | near 0; raise vllm_max_model_length
 rollout/vllm_retry_count | requests | sent again | | 0
 rollout/vllm_kv_cache_usage_frac | fraction | of the KV cache, the fullest engine's, over polls | /metrics | 0.6 to 0.8 under load
 rollout/vllm_running_requests | requests | that the engines decode | /metrics | near rollout/concurrency

@@ -49,7 +49,7 @@ async def call_rewards(funcs: list, prompts: list, completions: list, completion
 async def _call_one(func, name: str, kwargs: dict[str, list]) -> list[float]:
     count, where = len(kwargs["prompts"]), f"(on prompt {str(kwargs['prompts'][0])[:200]})"
     try:
-        values = func(**kwargs) if inspect.iscoroutinefunction(func) else await _in_thread(func, kwargs)
+        values = func(**kwargs) if inspect.iscoroutinefunction(func) else await in_thread(func, kwargs)
         values = await values if inspect.isawaitable(values) else values       # an async callable object gives one too
     except (Exception, SystemExit, asyncio.CancelledError) as error:       # the last two would end the process or its task without a word
         if asyncio.current_task().cancelling():
@@ -67,7 +67,7 @@ async def _call_one(func, name: str, kwargs: dict[str, list]) -> list[float]:
     raise ConfigError(f"reward function {name} returned {got} for {count} completions {where}: return one finite number or None for each.")
 
 
-def _in_thread(func, kwargs: dict[str, list]) -> asyncio.Future:
+def in_thread(func, kwargs: dict[str, list]) -> asyncio.Future:
     """func(**kwargs) in a thread of its own: the loop's pool waits at its end for a call that hangs, and keeps every error in."""
     outcome = Future()
     outcome.set_running_or_notify_cancel()

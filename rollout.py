@@ -23,11 +23,12 @@ import numpy as np
 from client import LoadCap, Servers, route
 from config import Config, ConfigError, load_config
 from data import load_rows, prompt_order
+from environments import EnvironmentPool, public_methods
 from metrics import Window
 from naming import NEVER, Naming
 from packing import Sample
 from rewards import call_rewards, reward_names
-from tools import TurnRecord, render, turns_to_samples
+from tools import Chat, TurnRecord, drift, ended, render, run_call, tool_message, turns_to_samples
 
 SCORE_QUEUE_SIZE = 16    # groups waiting to be scored before generation is held back
 SCORERS = 16             # groups scored at once, when every reward function is async: a sync one may not be safe in two threads
@@ -45,6 +46,7 @@ class Rollout:
     tool_failure_count: int = 0
     reward: float | None = None          # added to those of the reward functions; None: no reward from here
     rollout_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    env_reward: tuple[type, float] | None = None         # the environment's class and reward, set by the loop
 
 
 @dataclass
@@ -61,6 +63,7 @@ class RolloutGroup:
     model_version: int                   # when the group's first rollout started
     group_id: int
     row_index: int
+    env_rewards: list[tuple[type, float] | None]
     rollout_rewards: list[float | None]
     queued_at: float = 0.0               # time.monotonic() when queued for scoring
     rewards: np.ndarray | None = None    # (G,) summed over sources; NaN where no source scored
@@ -99,6 +102,8 @@ class AsyncRolloutLoop:
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
         self.metrics = Window()
+        self.environments = EnvironmentPool(config.environment_factory, self.metrics)
+        self.chats: dict[tuple, Chat] = {}               # by the tools they show
         self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
                                Naming(config.model, shared.adapters, shared.oldest_named))
         self.cap = LoadCap(config.max_concurrent_rollouts)
@@ -117,17 +122,52 @@ class AsyncRolloutLoop:
         return True
 
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0) -> Rollout:
-        """One full rollout for a prompt: a single turn."""
-        prompt_ids = render(self.tokenizer, prompt, self.config.chat_template_kwargs)
-        turn = await self.generate_one_turn(prompt_ids)
-        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
-        return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
+        """One full rollout for a prompt: turns, each followed by the tool calls it makes, until one makes none.
+
+        It also ends with a turn that the length limit cut off, after max_tool_calling_iterations turns of calls, and where the next
+        turn would not fit the server's context: results nobody would answer are then left out.
+        """
+        if not tools:
+            turn = await self.generate_one_turn(render(self.tokenizer, prompt, self.config.chat_template_kwargs))
+            text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
+            return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
+        chat, by_name, limit = self.chat(tools), {tool.__name__: tool for tool in tools}, self.config.max_tool_calling_iterations
+        rollout, next_ids = Rollout([], [], []), chat.prompt(prompt)
+        while True:
+            turn = await self.generate_one_turn(next_ids)
+            message, calls = chat.reply(turn.output_ids, rollout.tool_call_count)
+            exhausted = bool(calls) and limit is not None and len(rollout.turns) >= limit
+            rollout.turns.append(turn)
+            rollout.completion.append(message)
+            rollout.completion_ids += turn.output_ids
+            if not calls or exhausted:
+                break
+            self.metrics.add("tools/parallel_calls_mean", len(calls))
+            results = []
+            for number, call in enumerate(calls, rollout.tool_call_count):      # in the order the model made them
+                text, failed = await run_call(call, by_name, self.metrics)
+                results.append(tool_message(number, call.name, text))
+                rollout.tool_failure_count += failed
+            rollout.tool_call_count += len(calls)
+            next_ids = chat.next_prompt(prompt + rollout.completion, results, turn)
+            if not self._fits(next_ids):
+                self.metrics.add("rollout/context_exhausted_count", 1)
+                break
+            rollout.completion += results
+        self.metrics.add("tools/loop_exhausted_frac", float(exhausted))
+        return rollout
+
+    def chat(self, tools: list) -> Chat:
+        """The chat template with these tools, probed when they are first seen."""
+        key = tuple(getattr(tool, "__func__", tool) for tool in tools)      # of every instance of an environment the same
+        if key not in self.chats:
+            self.chats[key] = Chat(self.tokenizer, self.config.chat_template_kwargs, tools, self.eos_token_ids, self.config.tool_parser)
+        return self.chats[key]
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> TurnRecord:
         """Sample one reply from the vLLM server with the config's sampling settings."""
-        config = self.config
-        room = self.max_model_len - len(prompt_ids)
-        if room < (1 if config.restricted_sampling else config.max_completion_length):
+        config, room = self.config, self.max_model_len - len(prompt_ids)
+        if not self._fits(prompt_ids):
             raise ConfigError(f"a prompt of {len(prompt_ids)} tokens and max_completion_length={config.max_completion_length} exceed the server's "
                               f"max_model_len {self.max_model_len}: raise vllm_max_model_length or shorten the prompt.")
         # The server reports the sampled token within the number asked for: one more, so that the top K are complete.
@@ -141,6 +181,10 @@ class AsyncRolloutLoop:
             print("warning: the server does not return the candidate sets of top_k, top_p and min_p, so log-probs are normalised over the whole "
                   "vocabulary and every importance ratio is biased: use vLLM >= 0.28 with --return-sampling-mask (python serve.py sets it).", flush=True)
         return turn
+
+    def _fits(self, prompt_ids: list[int]) -> bool:
+        """Whether the server's context has room for a turn: only where it samples from a candidate set does it cut one short."""
+        return len(prompt_ids) + (1 if self.config.restricted_sampling else self.config.max_completion_length) <= self.max_model_len
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """(G,) rewards standardised within the group (population std); 0 for a rollout without a reward or a trained token."""
@@ -164,6 +208,9 @@ class AsyncRolloutLoop:
         self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
         async with self.servers:
             try:
+                for tools in await self.environments.open(self.config):
+                    if tools and not self.config.loop_cls:       # a broken tool or template shows before the first prompt
+                        self.chat(tools)
                 await self.setup()
                 async with asyncio.TaskGroup() as tasks:
                     scorers = SCORERS if all(map(inspect.iscoroutinefunction, self.config.reward_functions)) else 1
@@ -234,11 +281,11 @@ class AsyncRolloutLoop:
     async def _generate_group(self, group_id: int, row_index: int, row: dict) -> None:
         config, version = self.config, self.shared.version.value
         # Every rollout gets its own copy of the prompt: none may see what another appended.
-        prompts = [json.loads(json.dumps(row["prompt"])) for _ in range(config.num_generations)]
+        prompts = [json.loads(json.dumps(row.get("prompt") or [])) for _ in range(config.num_generations)]
         self.servers.choose(self.groups_at)
         at = route.get()[0]
         self.groups_at[at] += 1
-        results = await asyncio.gather(*(self._run_rollout(prompt, group_id) for prompt in prompts))
+        results = await asyncio.gather(*(self._run_rollout(prompt, group_id, row) for prompt in prompts))
         self.groups_at[at] -= 1
         if not any(isinstance(result, Rollout) for result in results):
             # Not the error itself: a CancelledError would end this task without a word, and the group would keep its allowance for ever.
@@ -256,18 +303,24 @@ class AsyncRolloutLoop:
             sequences.append(samples)
         self._record_rollouts(rollouts, sequences)
         group = RolloutGroup(prompts, columns, [r.completion for r in rollouts], [r.completion_ids for r in rollouts], sequences,
-                             [r.tool_call_count for r in rollouts], [r.tool_failure_count for r in rollouts], version, group_id, row_index, [r.reward for r in rollouts], time.monotonic())
+                             [r.tool_call_count for r in rollouts], [r.tool_failure_count for r in rollouts], version, group_id, row_index,
+                             [r.env_reward for r in rollouts], [r.reward for r in rollouts], time.monotonic())
         started = time.monotonic()
         await self.score_queue.put(group)
         self.metrics.add("rollout/score_block_s", time.monotonic() - started)
 
-    async def _run_rollout(self, prompt: list[dict], group_id: int) -> Rollout | BaseException:
+    async def _run_rollout(self, prompt: list[dict], group_id: int, row: dict) -> Rollout | BaseException:
         """The rollout, or what it raised: one that fails is left out of its group and counted. A ConfigError ends the run."""
         try:
             async with self.cap:
                 started = time.monotonic()
                 try:
-                    return await self.generate_one(prompt, [], group_id)
+                    tools = list(self.config.tools or [])
+                    if not self.environments.factories:
+                        return await self.generate_one(prompt, tools, group_id)
+                    async with self.environments.lend(row, prompt) as env:
+                        rollout = await self.generate_one(prompt, tools + public_methods(env), group_id)
+                        return replace(rollout, env_reward=await self.environments.reward(env))
                 finally:
                     self.metrics.add("rollout/duration_s", time.monotonic() - started)
         except ConfigError:
@@ -296,12 +349,14 @@ class AsyncRolloutLoop:
         """Sum the rewards, compute advantages, and submit the group's samples unless it carries no signal."""
         funcs = self.config.reward_functions
         by_func = await call_rewards(funcs, group.prompts, group.completions, group.completions_ids, group.reward_kwargs)
-        extra = np.array([[math.nan if r is None else float(r) for r in group.rollout_rewards]])
-        sources = np.concatenate([by_func, extra])                                  # (sources, G)
+        owners = sorted({found[0].__name__ for found in group.env_rewards if found})
+        by_env = [[found[1] if found and found[0].__name__ == name else math.nan for found in group.env_rewards] for name in owners]
+        extra = [math.nan if r is None else float(r) for r in group.rollout_rewards]
+        sources = np.concatenate([by_func, np.array([*by_env, extra])])             # (sources, G)
         group.rewards = np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
         advantages = np.asarray(self.compute_advantages(group), dtype=float)
         kept = has_signal(group)
-        self._record_rewards(group, by_func, kept)
+        self._record_rewards(group, reward_names(funcs) + owners, sources[:-1], kept)
         self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
         if self.silent_groups < SILENT_GROUPS[1]:        # from there on generation has ended, whatever the groups under way give
@@ -327,23 +382,30 @@ class AsyncRolloutLoop:
     def _record_rollouts(self, rollouts: list[Rollout], sequences: list[list[Sample]]) -> None:
         """Metrics known once a group is generated; lengths count generated tokens."""
         lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-        ended = [bool(r.turns and r.turns[-1].output_ids and r.turns[-1].output_ids[-1] in self.eos_token_ids) for r in rollouts]
-        for kind, values in (("", lengths), ("terminated_", [n for n, e in zip(lengths, ended) if e])):
+        whole = [bool(r.turns) and ended(r.turns[-1].output_ids, self.eos_token_ids) for r in rollouts]
+        for kind, values in (("", lengths), ("terminated_", [n for n, e in zip(lengths, whole) if e])):
             for part in ("mean", "min", "max"):
                 self.metrics.add_each(f"completions/{part}_{kind}length", values)
-        self.metrics.add_each("completions/clipped_ratio", [not e for e in ended])
+        self.metrics.add_each("completions/clipped_ratio", [not e for e in whole])
         seen = [tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts]
         self.metrics.add_each("completions/duplicate_frac", [key in seen[:i] for i, key in enumerate(seen)])
         self.metrics.add_each("rollout/turns_mean", [len(r.turns) for r in rollouts])
         self.metrics.add_each("rollout/turns_max", [len(r.turns) for r in rollouts])
         self.metrics.add_each("rollout/samples_per_rollout", [len(samples) for samples in sequences])
+        drifts = [count for r in rollouts for count in drift(r.turns)]
+        self.metrics.add_each("rollout/fork_frac", [count > 0 for count in drifts])
+        for kind in ("mean", "max"):
+            self.metrics.add_each(f"rollout/drift_tokens_{kind}", drifts)
+        if self.config.tools or self.config.environment_factory:
+            self.metrics.add_each("tools/call_frequency", [r.tool_call_count for r in rollouts])
+            calls = sum(r.tool_call_count for r in rollouts)
+            self.metrics.add("tools/failure_frequency", sum(r.tool_failure_count for r in rollouts) / max(calls, 1), calls)
         self.finished_rollouts += len(rollouts)
         self.finished_tokens += sum(len(sample.input_ids) for samples in sequences for sample in samples)
         self.generated_tokens += sum(lengths)
 
-    def _record_rewards(self, group: RolloutGroup, by_func: np.ndarray, kept: bool) -> None:
-        names = reward_names(self.config.reward_functions)
-        for name, values in zip(names, by_func):
+    def _record_rewards(self, group: RolloutGroup, names: list[str], by_source: np.ndarray, kept: bool) -> None:
+        for name, values in zip(names, by_source, strict=True):
             self.metrics.add_each(f"rewards/{name}/mean", values)
         scored = group.rewards[~np.isnan(group.rewards)]
         self.metrics.add_each("reward", scored)
@@ -355,7 +417,7 @@ class AsyncRolloutLoop:
         for reward, weight in zip(group.rewards, weights):
             self.metrics.add("reward_kept", reward, weight)
         self.metrics.add("reward_group_std", group.rewards[scorable(group)].std(), sum(weights))
-        for name, values in zip(names, by_func):
+        for name, values in zip(names, by_source):
             if not np.isnan(values).all():
                 self.metrics.add(f"rewards/{name}/group_std", np.nanstd(values), sum(weights))
 
@@ -408,7 +470,7 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
     from model import eos_token_ids, load_tokenizer
     config = load_config(argv)
     tokenizer = load_tokenizer(config)
-    rows = load_rows(config.train_dataset, config.train_split)
+    rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
     loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group)
     work = asyncio.create_task(loop.run())
     parent = multiprocessing.parent_process()

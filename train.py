@@ -56,7 +56,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
     try:
         tokenizer = load_tokenizer(config)
         if rank == 0:
-            num_prompts = len(load_rows(config.train_dataset, config.train_split))
+            num_prompts = len(load_rows(config.train_dataset, config.train_split, environments=config.environment_factory))
             server = Server(config) if config.launch_server else None
         policy = load_policy(config, device)
         mesh = dist.init_device_mesh(device.type, (world_size,))

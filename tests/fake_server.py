@@ -37,7 +37,8 @@ class FakeServer:
 
     `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
     those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
-    is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text.
+    is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text. A chat completion
+    is `chat(body)`.
     """
 
     def __init__(self, answer=by_seed, faults=None, delay=0.0, token_endpoint=True, metrics=None):
@@ -76,6 +77,10 @@ class FakeServer:
         finally:
             self.events.append(("out", prompt))
 
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        return web.json_response(self.chat(self.bodies[-1]))
+
     async def _get(self, request: web.Request) -> web.StreamResponse:
         if self.down:
             request.transport.abort()
@@ -84,6 +89,7 @@ class FakeServer:
     async def _start(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/inference/v1/generate" if self.token_endpoint else "/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/health", self._get)
         app.router.add_get("/metrics", self._get)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

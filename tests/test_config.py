@@ -191,7 +191,7 @@ def test_output_goes_to_runs_and_the_name_of_the_file_unless_said_otherwise(tmp_
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_of_the_repository_loads(path):
     config = load_config([str(path)])
-    assert config.output_dir == f"runs/{path.stem}" and config.train_dataset is not None
+    assert config.output_dir == f"runs/{path.stem}" and (config.train_dataset or config.environment_factory) is not None
 
 
 def test_a_variant_differs_from_its_base_only_where_it_says():

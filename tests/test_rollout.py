@@ -46,13 +46,13 @@ def broken_reward(**columns):
 
 
 def drive(server, dataset, loop_cls=AsyncRolloutLoop, allowance=100_000, max_model_len=64, start_group=0, stop_after=None, consume_s=0.0,
-          shared=None, **changes):
+          shared=None, tokenizer=None, eos=EOS, **changes):
     """Run the loop to its end (or until `stop_after` samples), taking each sample `consume_s` after it could be had."""
     config = tiny_config(**dict(vllm_server_base_url=server.url, reward_funcs=odd, num_generations=4, max_completion_length=8,
                                 num_sampler_logprobs=2, num_train_epochs=1) | changes)
     shared = shared or Shared.create()
     shared.allowance.value = allowance
-    loop = loop_cls(config, dataset, Tokenizer(), [EOS], max_model_len, shared, start_group)
+    loop = loop_cls(config, dataset, tokenizer or Tokenizer(), [eos], max_model_len, shared, start_group)
     samples, window, tables = [], Window(), []
 
     async def consume():

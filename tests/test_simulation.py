@@ -354,9 +354,9 @@ class SimulatedLoop(AsyncRolloutLoop):
             assert self.queued + tokens <= self.shared.allowance.value or alone, "over the allowance"
         self.simulation.note("start", group_id, self.queued)
 
-    async def _run_rollout(self, prompt, group_id):
+    async def _run_rollout(self, *whose):
         try:
-            return await super()._run_rollout(prompt, group_id)
+            return await super()._run_rollout(*whose)
         finally:
             self.unfinished -= 1
 

@@ -1,0 +1,28 @@
+"""For agents that speak to the server in chat completions: what to ask it for, so that its reply is a turn to train on."""
+from config import Config
+from tools import TurnRecord
+
+
+def chat_request(config: Config, seed: int) -> dict:
+    """Arguments of `client.chat.completions.create` besides the messages: the config's sampling, and the token ids and log-probs."""
+    top = config.num_sampler_logprobs + 1 if config.score_centering else 1           # the server counts the sampled token among them
+    return dict(model=config.model, max_tokens=config.max_completion_length, temperature=config.temperature, top_p=config.top_p, seed=seed,
+                logprobs=True, top_logprobs=top, extra_body=dict(top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0, return_token_ids=True,
+                                                                 return_tokens_as_token_ids=True, chat_template_kwargs=config.chat_template_kwargs))
+
+
+def chat_turn(reply: dict, version: int) -> TurnRecord:
+    """The turn that a chat completion is; `version` is the model version when it was asked for, since the reply names none."""
+    choice = reply["choices"][0]
+    entries = choice["logprobs"]["content"]
+    return TurnRecord(reply["prompt_token_ids"], choice["token_ids"], [_number(entry["logprob"]) for entry in entries],
+                      output_sampler_logprobs=[{_id(top): _number(top["logprob"]) for top in entry["top_logprobs"]} for entry in entries],
+                      model_version=version, mean_version=version)
+
+
+def _id(entry: dict) -> int:
+    return int(entry["token"].removeprefix("token_id:"))
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or value <= -9999 else value      # vLLM's mark of a missing one
