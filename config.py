@@ -13,7 +13,7 @@ from overrides import ConfigError, parse_override
 from tool_parsers import PARSERS
 
 CHOICES = dict(
-    loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk", "nccl", "ipc"), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
+    save_strategy=("steps", "no"), hub_strategy=("every_save", "end"), loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk", "nccl", "ipc"), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
     gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb", "tensorboard"),
     dtype=("auto", "bfloat16", "float16", "float32"),
     lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
@@ -29,6 +29,7 @@ class Config:
     reward_funcs: typing.Any = None               # one callable or several; their rewards are summed
     train_dataset: typing.Any = None              # .jsonl path, `datasets` name, list of rows, datasets.Dataset, or a callable
     train_split: str = "train"                    # split of a `datasets` name
+    eval_dataset: typing.Any = None               # as train_dataset, split "test"; evaluated while training goes on
     loop_cls: typing.Any = None                   # subclass of rollout.AsyncRolloutLoop
     tools: typing.Any = None                      # functions the model may call, with type hints and a Google docstring
     environment_factory: typing.Any = None        # makes an environment, or a dict of such for the dataset's environment column
@@ -109,6 +110,20 @@ class Config:
     report_to: str = "none"                       # none, wandb or tensorboard
     run_name: str | None = None
     project: str = "huggingface"
+    save_strategy: str = "steps"                  # or no: not even when a signal ends the run
+    save_steps: float = 500                       # steps between checkpoints; below 1, a share of max_steps
+    save_total_limit: int | None = None           # None: keep all checkpoints
+    save_only_model: bool = False                 # no state to resume from
+    resume_from_checkpoint: bool | str | None = None      # a folder; True: the last one in output_dir, if there is one
+    push_to_hub: bool = False                     # the model of each checkpoint and of the end
+    hub_strategy: str = "every_save"              # or end
+    hub_model_id: str | None = None               # None: the name of output_dir
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
+    eval_steps: float | None = None               # steps between evaluations; below 1, a share of max_steps; None: only at the end
+    eval_on_start: bool = False
+    eval_delay: float = 0                         # steps before the first
 
     # This project's own
     launch_server: bool = False                   # train.py starts, watches and stops the server of serve.py
@@ -118,6 +133,10 @@ class Config:
     vllm_enable_lora: bool = False                # with peft_config: serve.py starts a server that takes adapters instead of merged weights
     vllm_gpu_memory_utilization: float | None = None     # the server's share of its GPU; None: 0.9, with ipc 0.35
     loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
+    eval_num_generations: int = 1                 # of each prompt of eval_dataset
+    eval_sampling: dict | None = None             # vLLM's sampling parameters where evaluation's differ, e.g. dict(temperature=0)
+    save_rollouts: bool = False                   # every scored group to output_dir/rollouts
+    replay: str | None = None                     # train on such a folder, without a server
     centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
     attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else flex; sdpa on a CPU
 
@@ -128,7 +147,7 @@ class Config:
 
     def _rules(self):
         for name, declared in typing.get_type_hints(type(self)).items():
-            value, kind = getattr(self, name), declared | int if declared is float else declared
+            value, kind = getattr(self, name), declared | int if float in (declared, *typing.get_args(declared)) else declared
             yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
         yield self.model, "model is missing: set it to a Hugging Face id or a folder."
         rewarded = self.reward_functions or self.environment_factory or self.loop_cls
@@ -142,7 +161,7 @@ class Config:
         yield callable(self.tool_parser) or self.tool_parser in (None, *PARSERS), f"tool_parser={self.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
         yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
         for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
-                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, max_staleness=0, top_k=0,
+                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, eval_num_generations=1, max_staleness=0, top_k=0,
                               verify_sync_steps=0).items():
             yield getattr(self, name) >= low, f"{name}={getattr(self, name)} must be at least {low}."
         yield self.temperature >= 0.01, f"temperature={self.temperature} must be at least 0.01, where vLLM stops scaling."
@@ -157,6 +176,13 @@ class Config:
         yield self.peft_config or not self.vllm_enable_lora, "vllm_enable_lora=True needs adapters to send: set peft_config."
         share = self.vllm_gpu_memory_utilization
         yield share is None or 0 < share < 1, f"vllm_gpu_memory_utilization={share} must be between 0 and 1."
+        for name in ("save_steps", "eval_steps"):
+            value = getattr(self, name)
+            yield value is None or value >= 1 or (0 < value and self.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
+        yield self.save_total_limit is None or self.save_total_limit >= 1, f"save_total_limit={self.save_total_limit} must be at least 1."
+        alone = self.token_budget and not self.launch_server and not self.save_rollouts and self.eval_dataset is None
+        yield not self.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
+        yield self.eval_dataset is not None or not (self.eval_steps or self.eval_on_start), "eval_steps and eval_on_start need eval_dataset."
         yield not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other: set one."
         yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
         yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."

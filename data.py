@@ -7,7 +7,7 @@ from pathlib import Path
 from config import ConfigError
 
 
-def load_rows(source, split: str = "train", environments=None) -> Sequence[dict]:
+def load_rows(source, split: str = "train", option: str = "train_dataset", environments=None) -> Sequence[dict]:
     """The rows of `source`: a .jsonl path, a `datasets` name, a Dataset, a list of dicts, or a callable returning one.
 
     `environments` is the config's environment_factory: with one, rows need no prompt, and without a source there is one empty row,
@@ -20,15 +20,15 @@ def load_rows(source, split: str = "train", environments=None) -> Sequence[dict]
     if callable(source):
         source = source()
     if source is None:
-        raise ConfigError("train_dataset is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
+        raise ConfigError(f"{option} is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
     if isinstance(source, str):
         source = _read_jsonl(Path(source)) if source.endswith((".jsonl", ".json")) else _load_dataset(source, split)
     rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
     if len(rows) == 0:
-        raise ConfigError(f"train_dataset {origin} has no rows.")
+        raise ConfigError(f"{option} {origin} has no rows.")
     for index, row in enumerate(rows):
         if problem := _environment_problem(row, environments) or _prompt_problem(row, bool(environments)):
-            raise ConfigError(f"row {index} of train_dataset {origin}: {problem}")
+            raise ConfigError(f"row {index} of {option} {origin}: {problem}")
     return rows
 
 

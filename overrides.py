@@ -37,7 +37,7 @@ def _parse_value(key: str, text: str, declared) -> object:
             raise ValueError
         return value
     except (KeyError, ValueError, SyntaxError):
-        if kind is typing.Any and key == "train_dataset":
+        if kind is typing.Any and key in ("train_dataset", "eval_dataset"):
             return text
         wanted = {typing.Any: "a Python literal (set functions in the config file)"}.get(kind, getattr(kind, "__name__", str(kind)))
         raise ConfigError(f"{key}={text}: the value must be {wanted}.") from None

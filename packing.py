@@ -40,6 +40,7 @@ class Sample:
     rollout_id: str = ""
     reward: float = float("nan")
     queued_at: float = 0.0               # time.monotonic()
+    group_samples: int = 1               # of its group
 
     def key(self) -> bytes:
         """Big-endian bytes: comparing keys compares token sequences."""

@@ -24,9 +24,11 @@ from client import LoadCap, Servers, route
 from config import Config, ConfigError, load_config
 from data import load_rows, prompt_order
 from environments import EnvironmentPool, public_methods
+from evaluate import evaluate_when_asked, evaluating
 from metrics import Window
 from naming import NEVER, Naming
 from packing import Sample
+from recording import RolloutWriter
 from rewards import call_rewards, reward_names
 from tools import Chat, TurnRecord, drift, ended, render, run_call, tool_message, turns_to_samples
 
@@ -75,6 +77,7 @@ class Shared:
 
     samples: object                      # Queue of Sample; None: no more will come
     metrics: object                      # Queue of (Window.drain(), table of completions)
+    resolved: object                     # Queue of ids of groups that gave no sample and will give none
     failure: object                      # Queue of (sentence for the user or None, traceback)
     version: object                      # Value: the current model version
     allowance: object                    # Value: tokens that may be queued or in progress
@@ -82,6 +85,8 @@ class Shared:
     heartbeat: object                    # Value: time.monotonic() of the event loop's last sign of life
     lost: object                         # Array: how often the rollout process took each server out
     restored: object                     # Array: that number when the trainer last gave each its weights; equal: the server is in use
+    evaluate: object                     # Value: 1 + the step whose evaluation was last asked for; 0: none
+    evaluated: object                    # Value: that number of the last one done
     stop: object                         # Event
     adapters: object                     # Value: whether requests name adapters, as the trainer finds at its start
     oldest_named: object                 # Value: the oldest version that a request in flight names
@@ -89,18 +94,21 @@ class Shared:
     @classmethod
     def create(cls, num_servers: int = 1) -> "Shared":
         spawn = multiprocessing.get_context("spawn")
-        return cls(spawn.Queue(), spawn.Queue(), spawn.Queue(), *(spawn.Value("q", 0, lock=False) for _ in range(3)),
+        return cls(*(spawn.Queue() for _ in range(4)), *(spawn.Value("q", 0, lock=False) for _ in range(3)),
                    spawn.Value("d", time.monotonic(), lock=False), spawn.Array("q", num_servers, lock=False),
-                   spawn.Array("q", num_servers, lock=False), spawn.Event(),
+                   spawn.Array("q", num_servers, lock=False), *(spawn.Value("q", 0, lock=False) for _ in range(2)), spawn.Event(),
                    spawn.Value("b", 0, lock=False), spawn.Value("q", NEVER, lock=False))     # one writer each: a lock could die with its holder
 
 
 class AsyncRolloutLoop:
     """Generates and scores rollouts. Subclass it, override a hook and set `loop_cls` in the config to change a step."""
 
-    def __init__(self, config: Config, dataset, tokenizer, eos_token_ids: list[int], max_model_len: int, shared: Shared, start_group: int = 0):
+    def __init__(self, config: Config, dataset, tokenizer, eos_token_ids: list[int], max_model_len: int, shared: Shared, start_group: int = 0,
+                 done: frozenset[int] = frozenset(), eval_dataset=()):
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
+        self.done, self.eval_dataset = done, eval_dataset            # groups of a resumed run that need no generation; prompts to evaluate on
+        self.writer = RolloutWriter(config) if config.save_rollouts else None
         self.metrics = Window()
         self.environments = EnvironmentPool(config.environment_factory, self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
@@ -170,11 +178,12 @@ class AsyncRolloutLoop:
         if not self._fits(prompt_ids):
             raise ConfigError(f"a prompt of {len(prompt_ids)} tokens and max_completion_length={config.max_completion_length} exceed the server's "
                               f"max_model_len {self.max_model_len}: raise vllm_max_model_length or shorten the prompt.")
+        changes, seeds = evaluating.get()
         # The server reports the sampled token within the number asked for: one more, so that the top K are complete.
         logprobs = config.num_sampler_logprobs + 1 if config.score_centering else 1
         sampling = dict(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0,
-                        max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=next(self.seeds),
-                        stop_token_ids=self.eos_token_ids, detokenize=False)
+                        max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=next(seeds or self.seeds),
+                        stop_token_ids=self.eos_token_ids, detokenize=False) | changes
         turn = await self.servers.generate(prompt_ids, sampling)
         if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned:
             self.warned = True
@@ -214,16 +223,19 @@ class AsyncRolloutLoop:
                 await self.setup()
                 async with asyncio.TaskGroup() as tasks:
                     scorers = SCORERS if all(map(inspect.iscoroutinefunction, self.config.reward_functions)) else 1
+                    self.scoring = asyncio.Semaphore(scorers)        # evaluation scores too
                     background = [tasks.create_task(work) for work in (
-                        self._beat(), self.servers.watch(self.cap, self.max_model_len), *(self._score_forever() for _ in range(scorers)))]
+                        self._beat(), self.servers.watch(self.cap, self.max_model_len), evaluate_when_asked(self), *(self._score_forever() for _ in range(scorers)))]
                     await self._generate_all(tasks)
                     await self.score_queue.join()
+                    self._report([])
+                    self.shared.samples.put(None)
+                    if len(self.eval_dataset):
+                        await asyncio.Event().wait()         # for evaluations still to come; the trainer ends this
                     for task in background:
                         task.cancel()
             finally:
                 await self.close()
-        self._report([])
-        self.shared.samples.put(None)
         self.shared.heartbeat.value = math.inf       # what is left is the trainer's to read
 
     async def _beat(self) -> None:
@@ -245,8 +257,12 @@ class AsyncRolloutLoop:
                 admitted = 0
             if group_id >= total or self.silent_groups >= SILENT_GROUPS[1]:
                 break
+            if group_id in self.done:
+                admitted += 1
+                continue
             row = self.dataset[row_index]
             if not self.filter_prompt(row_index, row, epoch):
+                self.shared.resolved.put(group_id)
                 continue
             admitted += 1
             await self._wait_for_allowance()
@@ -347,29 +363,37 @@ class AsyncRolloutLoop:
 
     async def _score(self, group: RolloutGroup) -> None:
         """Sum the rewards, compute advantages, and submit the group's samples unless it carries no signal."""
-        funcs = self.config.reward_functions
-        by_func = await call_rewards(funcs, group.prompts, group.completions, group.completions_ids, group.reward_kwargs)
-        owners = sorted({found[0].__name__ for found in group.env_rewards if found})
-        by_env = [[found[1] if found and found[0].__name__ == name else math.nan for found in group.env_rewards] for name in owners]
-        extra = [math.nan if r is None else float(r) for r in group.rollout_rewards]
-        sources = np.concatenate([by_func, np.array([*by_env, extra])])             # (sources, G)
-        group.rewards = np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
+        names, by_source, group.rewards = await self.sum_rewards(group.prompts, group.completions, group.completions_ids, group.reward_kwargs,
+                                                                 group.env_rewards, group.rollout_rewards)
         advantages = np.asarray(self.compute_advantages(group), dtype=float)
         kept = has_signal(group)
-        self._record_rewards(group, reward_names(funcs) + owners, sources[:-1], kept)
+        self._record_rewards(group, names, by_source, kept)
         self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
         if self.silent_groups < SILENT_GROUPS[1]:        # from there on generation has ended, whatever the groups under way give
             self.silent_groups = 0 if kept else self.silent_groups + 1
             if self.silent_groups in SILENT_GROUPS:
                 self._warn_of_silence(group)
+        if self.writer:
+            self.writer.write(group, by_source, advantages, kept)
         if not kept:
+            self.shared.resolved.put(group.group_id)
             return
-        now = time.monotonic()
+        now, count = time.monotonic(), sum(map(len, group.completions_sequences))
         for samples, advantage, reward in zip(group.completions_sequences, advantages, group.rewards, strict=True):
             for sample in samples:
                 self.submitted += len(sample.input_ids)
-                self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now))
+                self.shared.samples.put(replace(sample, advantage=float(advantage), reward=float(reward), queued_at=now, group_samples=count))
+
+    async def sum_rewards(self, prompts, completions, completions_ids, columns, of_env, own) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names of the functions and environments, what each gave (sources, G), and its sum with the rollouts' own (G,); NaN where none scored."""
+        funcs = self.config.reward_functions
+        async with self.scoring:
+            by_func = await call_rewards(funcs, prompts, completions, completions_ids, columns)
+        owners = sorted({found[0].__name__ for found in of_env if found})
+        by_env = [[found[1] if found and found[0].__name__ == name else math.nan for found in of_env] for name in owners]
+        sources = np.concatenate([by_func, np.array([*by_env, [math.nan if r is None else float(r) for r in own]])])
+        return reward_names(funcs) + owners, sources[:-1], np.where(np.isnan(sources).all(0), np.nan, np.nansum(sources, 0))
 
     def _warn_of_silence(self, group: RolloutGroup) -> None:
         rewards = group.rewards[scorable(group)]
@@ -443,13 +467,14 @@ def has_signal(group: RolloutGroup) -> bool:
     return len(rewards) >= 2 and rewards.max() > rewards.min()
 
 
-def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
+def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_group: int, done: frozenset[int]) -> None:
     """Entry point of the spawned process. A failure reaches the trainer as text; the parent's death ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)     # Ctrl-C reaches the trainer, which stops this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)        # they reach the trainer too, which saves and then stops this process
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
     os.environ["CUDA_VISIBLE_DEVICES"] = ""          # the GPU is the trainer's
     try:
-        asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group))
+        asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group, done))
     except BaseException as error:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -462,16 +487,17 @@ def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_g
 
 def _abandon(shared: Shared) -> None:
     """What nobody will read must not keep the process alive: joining a queue's feeder waits until its pipe is read."""
-    shared.samples.cancel_join_thread()
-    shared.metrics.cancel_join_thread()
+    for channel in (shared.samples, shared.metrics, shared.resolved):
+        channel.cancel_join_thread()
 
 
-async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared, start_group: int) -> None:
+async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared, start_group: int, done: frozenset[int]) -> None:
     from model import eos_token_ids, load_tokenizer
     config = load_config(argv)
     tokenizer = load_tokenizer(config)
     rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
-    loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group)
+    eval_rows = () if config.eval_dataset is None else load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
+    loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group, done, eval_rows)
     work = asyncio.create_task(loop.run())
     parent = multiprocessing.parent_process()
     while not work.done():

@@ -21,10 +21,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple
 from datetime import timedelta
-from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -34,29 +32,32 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from attention import MULTIPLE
-from checkpoint import save_model
+from checkpoint import Checkpoints, Counters
 from config import Config, ConfigError, load_config
 from data import load_rows
-from feed import RolloutFeed
+from export import Hub, save_model, write_card
+from feed import Progress, RolloutFeed
 from flags import cpu_threads
 from flops import utilization_of
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
-from packing import Row, Sample, pack_row, plan_micro_batch
+from planning import Share, due, plan_steps, scatter_step, speed
 from proof import Proof
+from replay import NoServer, ReplayFeed
 from serve import Server, check_server, wait_for_server
 from shard import shard
 from sync import make_sync
 
 
-def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int) -> None:
+def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int, stop: "StopRequest") -> None:
     window = Window()
-    server = feed = logger = None
+    server = feed = logger = hub = None
     try:
         tokenizer = load_tokenizer(config)
         if rank == 0:
             num_prompts = len(load_rows(config.train_dataset, config.train_split, environments=config.environment_factory))
+            hub = Hub(config) if config.push_to_hub else None
             server = Server(config) if config.launch_server else None
         policy = load_policy(config, device)
         mesh = dist.init_device_mesh(device.type, (world_size,))
@@ -70,26 +71,28 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         objective = Objective(config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max, config.epsilon,
                               config.epsilon if config.epsilon_high is None else config.epsilon_high,
                               config.score_centering, config.centering_tail)
+        checkpoints = Checkpoints(config, policy, optimizer, scheduler, scaler, tokenizer, dtype)
+        counters, unlogged, progress = checkpoints.restore()
+        step, version, num_tokens, prompts_seen = astuple(counters)
+        window.values.update(unlogged)
         if rank == 0:
-            wait_for_server(config, server)
-            max_model_len = min(check_server(config, url) for url in config.server_urls)
-            budget = config.token_budget or max_model_len
-            feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None)
-            logger = Logger(config, config.max_steps if config.max_steps > 0 else None)
+            feed, budget = make_feed(config, argv, window, server, progress)
+            logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
             utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
-        sync = make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
-        proof = Proof(config, policy, sync, dtype)
-        version = 0
+        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        prove = (lambda version, window: None) if config.replay else Proof(config, policy, sync, dtype).check
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
-        proof.check(version, Window())
+        prove(version, Window())
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
-            feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE))
+            feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE, step))
+            if config.eval_on_start and step == 0:
+                feed.evaluate(step)
 
-        step, num_tokens, prompts_seen = 0, 0, 0
+        stop.deferred = True                                    # from here on a signal waits for the step's end
         while config.max_steps <= 0 or step < config.max_steps:
             started = time.monotonic()
-            plan = feed.next_plan() if rank == 0 else None
+            plan = feed.next_plan(stop.asked) if rank == 0 else None
             assert plan is None or plan.version == version, "planning ahead took another version for the one this step starts at"
             share = scatter_step(plan, rank, world_size)
             if share is None:
@@ -113,7 +116,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             if step % config.weight_sync_steps == 0 or step == config.max_steps:
                 version += 1
                 sync.push(version, window)
-                proof.check(version, window)
+                prove(version, window)
                 if rank == 0:
                     feed.shared.version.value = version         # only after the server confirmed it
 
@@ -135,14 +138,40 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 feed.collect_metrics()
                 if step % config.logging_steps == 0 or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result(), feed.table)
+                if config.save_rollouts:
+                    note_trained(config, step, plan)
+                if config.eval_dataset is not None and due(config.eval_steps, step, config.max_steps) and step >= config.eval_delay:
+                    feed.evaluate(step)
+            if config.save_strategy == "steps" and due(config.save_steps, step, config.max_steps):
+                folder = checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
+                if hub:
+                    hub.push(folder, f"step {step}")
+
+        if signal_number := agreed(stop.number):
+            if config.save_strategy != "no" and checkpoints.saved_at != step:
+                checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
+            raise SystemExit(128 + signal_number)
         if step == 0:
             raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
+        stop.deferred = False
+        if rank == 0 and config.eval_dataset is not None:
+            feed.await_evaluation()                             # one may be under way, even this step's
+            feed.collect_metrics()
+            if "eval/step" in window.values:
+                logger.log(step, window.result())
+            if feed.evaluated != step:
+                feed.evaluate(step)
+                feed.await_evaluation()
+                feed.collect_metrics()
         if rank == 0 and window.values:
             logger.log(step, window.result())
         save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)
+        if rank == 0:
+            write_card(Path(config.output_dir) / "model", config)
+        if hub:
+            hub.push(Path(config.output_dir) / "model", "end of training", end=True)
     finally:
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(sig, signal.SIG_IGN)                  # this takes seconds and must not be cut short
+        stop.ignored = True                                     # this takes seconds and must not be cut short
         for owned in (feed, server):
             if owned:
                 owned.stop()
@@ -150,14 +179,27 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             logger.close()
 
 
-@dataclass
-class Share:
-    """One rank's part of a step: a row a micro-batch, and what it must know of the other ranks' rows."""
+def make_feed(config: Config, argv: list[str], window: Window, server: Server | None, progress: Progress) -> tuple[RolloutFeed, int]:
+    """On rank 0: where samples come from, and the unique tokens of a row."""
+    if config.replay:
+        return ReplayFeed(config, window, progress), config.token_budget
+    wait_for_server(config, server)
+    max_model_len = min(check_server(config, url) for url in config.server_urls)
+    feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None, progress)
+    return feed, config.token_budget or max_model_len
 
-    rows: list[Row]
-    denominators: list[float]            # of each micro-batch's summed loss
-    tokens: list[int]                    # forwarded in each micro-batch, filler left out
-    aux_weights: list[float]             # of each micro-batch's auxiliary loss; they sum to 1
+
+def agreed(number: int) -> int:
+    """Rank 0's signal, or 0, on every rank."""
+    told = [number]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def note_trained(config: Config, step: int, plan) -> None:
+    """Beside the rollouts on disk: which of them a step trained. Of a step that a resumed run took again, the later line counts."""
+    with (Path(config.output_dir) / "rollouts" / "steps.jsonl").open("a") as file:
+        file.write(json.dumps(dict(step=step, trained=plan.trained)) + "\n")
 
 
 def forward_backward(policy: Policy, objective: Objective, share: Share, device: torch.device, group=None,
@@ -186,95 +228,6 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
     return forwards, stats
 
 
-@dataclass
-class StepPlan:
-    """One optimizer step as rank 0 planned it: micro-batches of one row a rank, and what is known of them without the model."""
-
-    shares: list[Share]                  # one a rank
-    forwarded_tokens: int
-    raw_tokens: int                      # before packing
-    trained_tokens: int
-    num_samples: int
-    version: int                         # when the step starts
-    queued_at: float                     # mean over the samples
-    last_group: int
-    metrics: dict[str, tuple[float, float]]      # name -> value and the number of samples, rows or tokens it is a mean over
-
-
-def plan_steps(config: Config, feed: RolloutFeed, world_size: int, budget: int, multiple: int) -> Iterator[StepPlan]:
-    """Fill steps from the sample queue; the last one may have fewer micro-batches or empty rows, and no sample is lost.
-
-    Runs ahead of training, so a sample's age is judged by the version that will be current when its step starts.
-    """
-    def oversize(sample: Sample) -> None:
-        feed.reports.add("batch/dropped_oversize_count", 1)
-        if sample.trained_index[0] >= budget:
-            raise ConfigError(f"a prompt of {sample.trained_index[0]} tokens leaves no room in token_budget={budget}: raise it.")
-        print(f"dropped a sample of {len(sample.input_ids)} tokens: raise token_budget={budget} to train on it", flush=True)
-
-    def micro_batches(version):
-        while True:
-            rows, left_over = plan_micro_batch(feed.samples(version), world_size, budget, oversize)
-            if left_over is not None:
-                feed.given_back.append(left_over)               # looked at again when its turn comes: it may be too old by then
-            if not any(rows):
-                return
-            yield rows
-    first = feed.version
-    for step in count():
-        version = first + step // config.weight_sync_steps
-        batch = list(islice(micro_batches(version), config.gradient_accumulation_steps))
-        if not batch:
-            return
-        yield make_step(config, batch, version, budget, multiple)
-
-
-def make_step(config: Config, batch: list[list[list[Sample]]], version: int, budget: int, multiple: int = 1) -> StepPlan:
-    rows = [[pack_row(samples, multiple) for samples in micro_batch] for micro_batch in batch]
-    trained = [sum(len(row.targets) for row in micro_batch) for micro_batch in rows]
-    per_step = config.loss_normalization == "step"
-    denominators = [float(max(sum(trained) if per_step else n * len(rows), 1)) for n in trained]
-    samples = [sample for micro_batch in batch for part in micro_batch for sample in part]
-    flat = [row for micro_batch in rows for row in micro_batch if row.num_samples]
-    forwarded = [sum(row.num_tokens for row in micro_batch) for micro_batch in rows]
-    tokens, raw = sum(forwarded), sum(row.raw_tokens for row in flat)
-    aux_weights = [n / tokens if per_step else 1 / len(rows) for n in forwarded]
-    shares = [Share(list(of_rank), denominators, forwarded, aux_weights) for of_rank in zip(*rows)]
-    costs = [[row.attention_cost for row in micro_batch] for micro_batch in rows]
-    ages, lengths = [version - sample.version for sample in samples], [len(sample.input_ids) for sample in samples]
-    per_sample = {"sample/forwarded_tokens_mean": np.mean(lengths), "sample/trained_tokens_mean": sum(trained) / len(samples),
-                  "sample/staleness_mean": np.mean(ages), "sample/token_staleness_mean": version - np.mean([sample.mean_version for sample in samples])}
-    per_row = {"batch/samples_per_row": len(samples) / len(flat), "batch/row_tokens_mean": tokens / len(flat), "batch/row_fill_frac": tokens / len(flat) / budget}
-    padded = sum(len(row.input_ids) for micro_batch in rows for row in micro_batch)
-    metrics = {name: (float(value), weight) for values, weight in (
-        (per_sample, len(samples)), (per_row, len(flat)),
-        ({"batch/row_imbalance": np.mean([max(c) / np.mean(c) for c in costs])}, len(rows)), ({"batch/packing_ratio": raw / tokens}, tokens),
-        ({"batch/masked_token_frac": 1 - sum(trained) / raw}, raw), ({"batch/pad_frac": 1 - tokens / padded}, padded),
-        ({"sample/forwarded_tokens_max": max(lengths), "sample/staleness_max": max(ages), "batch/row_tokens_max": max(row.num_tokens for row in flat),
-          "batch/forwarded_tokens_per_step": tokens, "batch/trained_tokens_per_step": sum(trained), "batch/samples_per_step": len(samples),
-          "batch/groups_per_step": len({sample.group_id for sample in samples}), "batch/microbatches_per_step": len(rows)}, 1)) for name, value in values.items()}
-    queued_at = float(np.mean([sample.queued_at for sample in samples]))
-    return StepPlan(shares, tokens, raw, sum(trained), len(samples), version, queued_at, max(s.group_id for s in samples), metrics)
-
-
-def scatter_step(plan: StepPlan | None, rank: int, world_size: int) -> Share | None:
-    """This rank's share; None when rank 0 has no step left. One collective, so ranks cannot disagree on the number of rows."""
-    shares = plan.shares if plan else [None] * world_size
-    if world_size == 1:
-        return shares[0]
-    received: list = [None]
-    dist.scatter_object_list(received, shares if rank == 0 else None, src=0)
-    return received[0]
-
-
-def speed(plan: StepPlan, training_s: float, step_s: float, work: float | None = None) -> dict[str, float | tuple[float, float]]:
-    """Rates weigh by their seconds, so that a window's rate is its tokens over its seconds. `work`: percent of the devices' peak, times seconds."""
-    mfu = {"perf/fwd_bwd_mfu": (work / training_s, training_s), "perf/wall_clock_mfu": (work / step_s, step_s)} if work else {}
-    return mfu | {"perf/step_s": step_s, "perf/fwd_bwd_forwarded_tokens_per_s": (plan.forwarded_tokens / training_s, training_s),
-                  "perf/wall_clock_forwarded_tokens_per_s": (plan.forwarded_tokens / step_s, step_s),
-                  "perf/wall_clock_trained_tokens_per_s": (plan.trained_tokens / step_s, step_s)}
-
-
 def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
     steps = config.max_steps if config.max_steps > 0 else None
     warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (steps or 0))
@@ -294,8 +247,31 @@ def installed_version(*names: str) -> str | None:
     return next((found.version for found in importlib.metadata.distributions() if found.name in names), None)
 
 
+class StopRequest:
+    """SIGTERM, SIGUSR1 (what clusters send) and Ctrl-C. The first, once steps are taken, asks the loop to save and stop after the step
+    under way; before that, and the second time, it stops the run at once, without saving. Other processes are stopped either way."""
+
+    def __init__(self):
+        self.number, self.at, self.deferred, self.ignored = 0, 0.0, False, False
+
+    def asked(self) -> bool:
+        return self.number != 0
+
+    def __call__(self, number: int, frame) -> None:
+        now = time.monotonic()
+        repeated = self.asked() and now - self.at < 2           # torchrun passes on what the terminal has sent to all
+        if self.ignored or repeated:
+            return
+        if not self.deferred or self.asked():
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.number, self.at = number, now
+        os.write(2, f"{signal.Signals(number).name}: saving and stopping after this step; once more stops at once\n".encode())     # print may be under way
+
+
 def main(argv: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that the server and the rollout process are stopped
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
     try:
         config = load_config(argv)
         rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -312,7 +288,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
             (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2, default=repr))
-        train(config, argv, device, rank, world_size)
+        train(config, argv, device, rank, world_size, stop)
         dist.destroy_process_group()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -320,6 +296,9 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(130)
+    except SystemExit:
+        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + "; resume_from_checkpoint=True goes on", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

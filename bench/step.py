@@ -26,8 +26,9 @@ from head import measure  # noqa: E402
 from loss import Objective  # noqa: E402
 from model import Policy, kept_logits, prepare_layers  # noqa: E402
 from packing import Sample, pack_row  # noqa: E402
+from planning import Share  # noqa: E402
 from shard import shard  # noqa: E402
-from train import Share, forward_backward  # noqa: E402
+from train import forward_backward  # noqa: E402
 
 SHAPES = {"0.6B": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
           "1.7B": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),

@@ -20,13 +20,15 @@ from aiohttp import web
 from conftest import ROOT
 
 from config import load_config
+from export import save_model
 from flags import server_command
 from metrics import Window
-from model import load_policy
+from model import load_policy, load_tokenizer
 from proof import Proof
 from serve import answers
 from shard import shard
 from sync import make_sync
+from tools import render
 
 CONFIG = '''
 import sys
@@ -34,14 +36,14 @@ from dataclasses import replace
 sys.path.insert(0, {configs!r})
 from smollm_cpu import config
 config = replace(config, launch_server=False, max_completion_length=8, token_budget=192, vllm_server_timeout={timeout})
-main = sys.modules["__main__"]
-if hasattr(main, "pack_row"):                      # in the trainer: write down what is trained
-    plain = main.pack_row
+import planning
+if hasattr(sys.modules["__main__"], "forward_backward"):        # in the trainer: write down what is trained
+    plain = planning.pack_row
     def recording(samples, multiple=1):
         with open({trained!r}, "a") as file:
             file.writelines(f"{{sample.rollout_id}} {{sample.group_id}}\\n" for sample in samples)
         return plain(samples, multiple)
-    main.pack_row = recording
+    planning.pack_row = recording
 '''
 
 
@@ -207,3 +209,32 @@ def test_fifty_honest_syncs_in_bf16_pass_the_proof(tmp_path):
     moved = float(abs(proof.scores[49] - proof.scores[0]).mean())
     print(dict(syncs=len(found), largest=max(found), mean=sum(found) / len(found), bound=proof.bound, moved=moved))
     assert len(found) == 50 and max(found) < proof.bound / 2 < moved
+
+
+def test_the_exported_folder_loads_in_vllm_and_continues_five_prompts_as_the_trainer_does(tmp_path, small_model):
+    """After an update of every weight, greedily, in fp32 on both sides."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = load_config(["configs/smollm_cpu.py", "bf16=false", "vllm_server_base_url=http://127.0.0.1:8510", f"output_dir={tmp_path}"])
+    policy, tokenizer = load_policy(config, torch.device("cpu")), load_tokenizer(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p += 2e-3 * p.std() * torch.randn_like(p)
+    save_model(policy, tokenizer, tmp_path / "model", torch.float32)
+    dist.destroy_process_group()
+    prompts = [render(tokenizer, [dict(role="user", content=f"What is {a} + {a + 1}? Answer with the number only.")]) for a in range(5)]
+    policy.lm.config._attn_implementation = "sdpa"
+    wanted = [policy.lm.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids):].tolist() for ids in prompts]
+    policy.lm.config._attn_implementation = "tree"
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "serve.py", "configs/smollm_cpu.py", "bf16=false", f"model={tmp_path}/model",
+                                   "vllm_server_base_url=http://127.0.0.1:8510"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        until(lambda: answers("http://127.0.0.1:8510"), 300)
+        replies = [requests.post("http://127.0.0.1:8510/v1/completions", json=dict(
+            model=f"{tmp_path}/model", prompt=ids, max_tokens=16, temperature=0, return_token_ids=True), timeout=60).json() for ids in prompts]
+    finally:
+        stop(server)
+    served = [reply["choices"][0]["token_ids"] for reply in replies]
+    print(dict(served=served))
+    assert [ids[:len(other)] for ids, other in zip(wanted, served)] == served and all(len(ids) > 1 for ids in served)

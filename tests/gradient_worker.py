@@ -17,7 +17,8 @@ from loss import Objective                                      # noqa: E402
 from model import Policy, load_policy                           # noqa: E402
 from packing import plan_micro_batch                            # noqa: E402
 from shard import shard                                         # noqa: E402
-from train import forward_backward, make_step, scatter_step     # noqa: E402
+from planning import make_step, scatter_step                    # noqa: E402
+from train import forward_backward                              # noqa: E402
 
 
 def full(tensor):

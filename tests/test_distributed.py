@@ -14,7 +14,8 @@ from loss import Objective, policy_loss
 from metrics import Window
 from model import Policy
 from packing import pack_row
-from train import Share, forward_backward, make_step, speed
+from planning import Share, make_step, speed
+from train import forward_backward
 
 HERE = Path(__file__).parent
 

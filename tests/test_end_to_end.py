@@ -121,7 +121,7 @@ def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, small_model)
 
 
 def test_ctrl_c_under_torchrun_stops_the_server_too(tmp_path, small_model):
-    run = start(tmp_path / "run", 8174, "max_steps=50", launcher=("-m", "torch.distributed.run", "--standalone"))
+    run = start(tmp_path / "run", 8174, "max_steps=50", "save_strategy=no", launcher=("-m", "torch.distributed.run", "--standalone"))
     everyone = wait_for_a_step(run, tmp_path / "run")
     os.killpg(run.pid, signal.SIGINT)
     end_within_30_seconds(run, everyone, "Ctrl-C")

@@ -139,7 +139,8 @@ def test_an_aux_coefficient_for_a_dense_model_is_refused_and_a_moe_models_own_is
 
 
 def test_forward_backward_adds_the_scaled_aux_loss_and_reports_it():
-    from train import Share, forward_backward
+    from planning import Share
+    from train import forward_backward
     rows = [pack_row(shapes()["shared_prompt"]), pack_row(shapes()["duplicates"])]
     share = Share(rows, [10.0, 20.0], [len(r.input_ids) for r in rows], [0.25, 0.75])
     losses, aux = {}, {}

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from conftest import make_sample, random_group, tiny_config
 
-import train
+import planning
 from config import ConfigError
 from feed import RolloutFeed
 from metrics import Window
 from packing import plan_micro_batch
 from rollout import AsyncRolloutLoop
-from train import plan_steps
+from planning import plan_steps
 
 BUDGET = 60
 
@@ -116,7 +116,7 @@ def test_the_same_samples_train_in_the_same_order_and_the_same_are_too_old_as_wh
     drops.append(feed.window.result().get("sample/dropped_stale_count", 0))
     assert drops == [dropped for _, _, dropped in wanted] and sum(drops) > 0
     for plan, (version, batch, _) in zip(got, wanted[:-1], strict=True):
-        assert trained_samples(plan) == trained_samples(train.make_step(feed.config, batch, version, BUDGET))
+        assert trained_samples(plan) == trained_samples(planning.make_step(feed.config, batch, version, BUDGET))
         ages = [version - sample.version for rows in batch for row in rows for sample in row]
         assert plan.metrics["sample/staleness_max"] == (max(ages), 1) and max(ages) <= feed.config.max_staleness
         assert plan.metrics["sample/staleness_mean"] == (pytest.approx(np.mean(ages)), len(ages)) and plan.num_samples == len(ages)
@@ -154,13 +154,13 @@ def test_a_left_over_sample_that_grew_too_old_for_the_next_step_is_dropped(make_
 
 def test_planning_and_packing_happen_while_the_step_before_trains_and_exactly_one_step_ahead(make_feed, monkeypatch):
     """Packing takes 0.2 s and a step 0.4 s: only the first step waits for it, and no wait for packing is blamed on the queue."""
-    packed, pack_row = [], train.pack_row
+    packed, pack_row = [], planning.pack_row
 
     def slow(samples, multiple):
         time.sleep(0.2)
         packed.append(samples)
         return pack_row(samples, multiple)
-    monkeypatch.setattr(train, "pack_row", slow)
+    monkeypatch.setattr(planning, "pack_row", slow)
     feed = make_feed([*(sized(BUDGET, g) for g in range(6)), None])
     plan_ahead(feed)
     waits = []

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 import client
 import feed as feed_module
 import rollout
-import train
+import planning
 from feed import RolloutFeed
 from metrics import Window
 from rollout import AsyncRolloutLoop, Rollout, Shared
@@ -403,8 +403,8 @@ class Simulation:
             self.engine = loop_cls(self, self.feed.config, rows, None, [0], 64, self.feed.shared)
 
     def shared(self, num_servers):
-        numbers = {name: SimpleNamespace(value=0) for name in ("version", "allowance", "consumed", "heartbeat", "adapters", "oldest_named")}
-        return Shared(samples=Pipe(lambda: self.planned), metrics=SimpleNamespace(put=lambda report: None), failure=queue.Queue(), **numbers,
+        numbers = {name: SimpleNamespace(value=0) for name in ("version", "allowance", "consumed", "heartbeat", "evaluate", "evaluated", "adapters", "oldest_named")}
+        return Shared(samples=Pipe(lambda: self.planned), metrics=SimpleNamespace(put=lambda report: None), failure=queue.Queue(), resolved=queue.Queue(), **numbers,
                       lost=[0] * num_servers, restored=[0] * num_servers, stop=threading.Event())
 
     @contextmanager
@@ -412,13 +412,13 @@ class Simulation:
         with pytest.MonkeyPatch.context() as patch:
             for module in (rollout, client, feed_module):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
-            for module in (rollout, train):
+            for module in (rollout, planning):
                 patch.setattr(module, "print", lambda line, **how: self.printed.append(line), raising=False)
             patch.setattr(Shared, "create", self.shared)
             patch.setattr(rollout, "SCORERS", self.setting.scorers)
             patch.setattr(client, "POLL_SECONDS", 0.05)
             patch.setattr(feed_module, "ThreadPoolExecutor", lambda workers, name: Planner(self.loop))
-            make_step, plan_micro_batch = train.make_step, train.plan_micro_batch
+            make_step, plan_micro_batch = planning.make_step, planning.plan_micro_batch
 
             def noting_left_overs(*args):
                 rows, left_over = plan_micro_batch(*args)
@@ -432,8 +432,8 @@ class Simulation:
                 self.planned += 1
                 Blocking.wait(self.loop.work(self.setting.plan_s))
                 return plan
-            patch.setattr(train, "plan_micro_batch", noting_left_overs)
-            patch.setattr(train, "make_step", noting_samples)
+            patch.setattr(planning, "plan_micro_batch", noting_left_overs)
+            patch.setattr(planning, "make_step", noting_samples)
             yield
 
     def reward(self):
@@ -470,7 +470,7 @@ class Simulation:
         feed, config, setting = self.feed, self.feed.config, self.setting
         ahead, step, version = max(config.max_staleness, 1), 0, 0
         feed.shared.allowance.value = ahead * config.token_budget * setting.world_size * config.gradient_accumulation_steps
-        feed.plan_ahead(train.plan_steps(config, feed, setting.world_size, config.token_budget, 1))
+        feed.plan_ahead(planning.plan_steps(config, feed, setting.world_size, config.token_budget, 1))
         while config.max_steps <= 0 or step < config.max_steps:
             plan = self.next_plan(version)
             if plan is None:

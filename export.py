@@ -1,0 +1,79 @@
+"""The model for others: a Hugging Face folder with a card, and the Hub."""
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import HfApi
+from transformers.utils import cached_file
+
+from adapters import save_adapter
+from config import Config
+from model import Policy
+from weights import gathered_weights, write_weights
+
+
+def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """A Hugging Face folder that `from_pretrained` and vLLM load; of adapters one in PEFT's format. A collective; rank 0 writes, and the folder appears whole."""
+    if policy.peft_config:
+        save_adapter(policy.lm, policy.peft_config, folder, torch.float32, policy.lm.config.name_or_path)
+        if dist.get_rank() == 0:
+            tokenizer.save_pretrained(folder)
+        return dist.barrier()
+    weights = gathered_weights(policy, dtype, frozen=True)
+    if dist.get_rank() == 0:
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        write_weights(weights, partial)
+        policy.lm.config.save_pretrained(partial)
+        if policy.lm.generation_config is not None:
+            policy.lm.generation_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        copy_processor(policy.lm.config, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    dist.barrier()
+
+
+def copy_processor(config, folder: Path) -> None:
+    """The image processor's settings of a vision-language checkpoint: vLLM reads them even to serve text. No network, no copy."""
+    if config.get_text_config() is config:
+        return
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        source = cached_file(config.name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+        if source:
+            shutil.copy(source, folder)
+
+
+def write_card(folder: Path, config: Config) -> None:
+    """README.md: what was trained, how, and the last logged metrics."""
+    metrics = Path(config.output_dir) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    last = json.loads(lines[-1]) if lines else {}
+    rewards = ", ".join(getattr(function, "__name__", type(function).__name__) for function in config.reward_functions)
+    options = "\n".join(f"| {name} | `{value!r}` |" for name, value in vars(config).items() if isinstance(value, (str, int, float)) and name != "hub_token")
+    values = "\n".join(f"| {name} | {value if isinstance(value, str) else f'{value:.6g}'} |" for name, value in last.items() if value is not None)
+    (folder / "README.md").write_text(
+        f"---\nbase_model: {config.model}\ntags: [grpo, reinforcement-learning]\n---\n\n"
+        f"# {config.model} trained by asynchronous GRPO\n\nRewards: {rewards}.\n\n"
+        f"## Metrics of the last logged step\n\n| name | value |\n|---|---|\n{values}\n\n## Options\n\n| name | value |\n|---|---|\n{options}\n")
+
+
+class Hub:
+    """Uploads models in the background, one at a time: a checkpoint that comes while one is under way is left out, the end never."""
+
+    def __init__(self, config: Config):
+        self.config, self.api, self.upload = config, HfApi(token=config.hub_token), None
+        self.repo = self.api.create_repo(config.hub_model_id or Path(config.output_dir).name, private=config.hub_private_repo, exist_ok=True).repo_id
+        if config.hub_revision:
+            self.api.create_branch(self.repo, branch=config.hub_revision, exist_ok=True)
+
+    def push(self, folder: Path, message: str, end: bool = False) -> None:
+        if self.upload and end:
+            self.upload.result()
+        if end or (self.config.hub_strategy == "every_save" and (self.upload is None or self.upload.done())):
+            self.upload = self.api.upload_folder(repo_id=self.repo, folder_path=folder, revision=self.config.hub_revision, commit_message=message,
+                                                 ignore_patterns=["state/*", "random_*", "*_state.json", "samples.jsonl", "manifest.json"], run_as_future=True)
+        if end:
+            self.upload.result()
