@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import aiohttp
@@ -31,16 +32,16 @@ class Servers:
     which the trainer writes, is the same number.
     """
 
-    def __init__(self, config: Config, urls: list[str], lost, restored, version: Callable[[], int], metrics: Window):
+    def __init__(self, config: Config, urls: list[str], lost, restored, version: Callable[[], int], metrics: Window, naming=None):
         self.config, self.urls, self.lost, self.restored, self.version, self.metrics = config, urls, lost, restored, version, metrics
+        self.naming = naming or (lambda version: nullcontext(config.model))
         self.requests = [0] * len(urls)                  # in flight
         self.token_endpoint = [True] * len(urls)         # /inference/v1/generate, until it answers 404
         self.answered = [0.0] * len(urls)                # time.monotonic() of the last turn
         self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
 
     async def __aenter__(self) -> "Servers":
-        timeout = aiohttp.ClientTimeout(total=self.config.vllm_server_timeout)
-        self.session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.config.vllm_server_timeout), connector=aiohttp.TCPConnector(limit=0))
         return self
 
     async def __aexit__(self, *error) -> None:
@@ -56,14 +57,14 @@ class Servers:
 
     async def generate(self, prompt_ids: list[int], sampling: dict) -> TurnRecord:
         """One turn. Retried with back-off until its server has answered nobody for RETRY_SECONDS, each retry counted; a 4xx fails at once."""
-        at = route.get([0])
-        failed, delay, attempts = None, 0.25, 0
+        at, failed, delay, attempts = route.get([0]), None, 0.25, 0
         while True:
             server, version, started = at[0], self.version(), time.monotonic()
             if server in self.in_use():
                 self.requests[server] += 1
                 try:
-                    turn = await self._while_in_use(server, self._request(server, prompt_ids, sampling, version))
+                    with self.naming(version) as model:
+                        turn = await self._while_in_use(server, self._request(server, model, prompt_ids, sampling, version))
                     self.answered[server] = time.monotonic()
                     return turn
                 except Unreachable as error:
@@ -109,19 +110,18 @@ class Servers:
             print(f"the vLLM server at {self.urls[server]} is taken out ({problem}); it is taken back by the next weight sync that finds it answering.",
                   flush=True)
 
-    async def _request(self, server: int, prompt_ids: list[int], sampling: dict, version: int) -> TurnRecord:
-        common = dict(model=self.config.model)
+    async def _request(self, server: int, model: str, prompt_ids: list[int], sampling: dict, version: int) -> TurnRecord:
         try:
             if self.token_endpoint[server]:
-                reply = await self._post(server, "/inference/v1/generate", common | dict(token_ids=prompt_ids, sampling_params=sampling))
+                reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=sampling))
                 if reply is not None:
                     turn = parse_generate(reply, prompt_ids, version)
                     self._check_told(server, turn)
                     return turn
                 self.token_endpoint[server] = False
             asked = {name: value for name, value in sampling.items() if name != "detokenize"}
-            asked |= dict(prompt=prompt_ids, return_tokens_as_token_ids=True, return_token_ids=True)      # two ids can share one string
-            reply = await self._post(server, "/v1/completions", common | asked)
+            asked |= dict(model=model, prompt=prompt_ids, return_tokens_as_token_ids=True, return_token_ids=True)      # two ids can share one string
+            reply = await self._post(server, "/v1/completions", asked)
         except msgspec.DecodeError as error:
             raise Unreachable(f"a broken reply: {error}") from error
         if reply is None:
@@ -150,7 +150,7 @@ class Servers:
         words = content.decode(errors="replace")[:500]
         if response.status == 404 and "model" not in words:              # else: a model it does not serve
             return None
-        if response.status >= 500 or response.status == 429:
+        if response.status >= 500 or response.status == 429 or (response.status == 404 and len(self.in_use()) > 1):     # 404: it lost the adapter
             raise Unreachable(f"{response.status}: {words}")
         raise ConfigError(f"the vLLM server at {self.urls[server]} refused a request ({response.status}: {words})")
 

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from overrides import ConfigError, parse_override
-from tool_parsers import PARSERS
-
-CHOICES = dict(
-    save_strategy=("steps", "no"), hub_strategy=("every_save", "end"), loss_normalization=("micro_batch", "step"), weight_sync_backend=("disk",), attention_backend=("auto", "hub", "triton", "flex", "sdpa"),
-    gradient_checkpointing=(True, False, "selective"), optim=("adamw_torch_fused", "adamw_torch", "sgd"), report_to=("none", "wandb", "tensorboard"),
-    dtype=("auto", "bfloat16", "float16", "float32"),
-    lr_scheduler_type=("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
-                       "inverse_sqrt", "warmup_stable_decay"))     # of transformers.get_scheduler
+from rules import rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +31,7 @@ class Config:
     model_init_kwargs: dict | None = None         # passed to from_pretrained
     dtype: str = "float32"                        # of the loaded weights; mixed precision keeps fp32 masters whatever it says
     trust_remote_code: bool = False
+    peft_config: typing.Any = None                # peft.LoraConfig: train adapters instead of the model
 
     # Generation
     num_generations: int = 8
@@ -48,6 +42,7 @@ class Config:
     min_p: float | None = None
     chat_template_kwargs: dict | None = None
     max_tool_calling_iterations: int | None = None       # turns whose calls are run; None: no limit
+    tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
     tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
 
     # The vLLM server
@@ -127,7 +122,10 @@ class Config:
     # This project's own
     launch_server: bool = False                   # train.py starts, watches and stops the server of serve.py
     vllm_max_model_length: int | None = None      # the server's --max-model-len; None: the model's
-    weight_sync_backend: str = "disk"             # the server reads a folder that train.py writes
+    weight_sync_backend: str = "disk"             # the server reads a folder; nccl: other GPUs; ipc: one GPU for server and trainer
+    verify_sync_steps: int = 50                   # weight syncs between two proofs of sync, beside the first two; 0: none
+    vllm_enable_lora: bool = False                # with peft_config: serve.py starts a server that takes adapters instead of merged weights
+    vllm_gpu_memory_utilization: float | None = None     # the server's share of its GPU; None: 0.9, with ipc 0.35
     loss_normalization: str = "micro_batch"       # or step: trained tokens of the whole optimizer step
     eval_num_generations: int = 1                 # of each prompt of eval_dataset
     eval_sampling: dict | None = None             # vLLM's sampling parameters where evaluation's differ, e.g. dict(temperature=0)
@@ -137,49 +135,9 @@ class Config:
     attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else flex; sdpa on a CPU
 
     def __post_init__(self):
-        for rule, sentence in self._rules():
+        for rule, sentence in rules(self):
             if not rule:
                 raise ConfigError(sentence)
-
-    def _rules(self):
-        for name, declared in typing.get_type_hints(type(self)).items():
-            value, kind = getattr(self, name), declared | int if float in (declared, *typing.get_args(declared)) else declared
-            yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
-        yield self.model, "model is missing: set it to a Hugging Face id or a folder."
-        rewarded = self.reward_functions or self.environment_factory or self.loop_cls
-        yield rewarded, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
-        names = [getattr(tool, "__name__", None) for tool in self.tools or []]
-        yield None not in names and len({*names}) == len(names), "tools must be functions, each with a name of its own."
-        factories = list(self.environment_factory.values()) if isinstance(self.environment_factory, dict) else [self.environment_factory or list]
-        yield factories and all(map(callable, factories)), "environment_factory must be a callable without arguments, or a dict of names to such."
-        yield self.train_dataset is not None or not self.environment_factory or self.max_steps > 0, "environments without train_dataset need max_steps, which ends the run."
-        yield (self.max_tool_calling_iterations or 0) >= 0, "max_tool_calling_iterations must be at least 0, or None for no limit."
-        yield callable(self.tool_parser) or self.tool_parser in (None, *PARSERS), f"tool_parser={self.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
-        yield all(map(callable, self.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
-        for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
-                              weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, eval_num_generations=1, max_staleness=0, top_k=0).items():
-            yield getattr(self, name) >= low, f"{name}={getattr(self, name)} must be at least {low}."
-        yield self.temperature >= 0.01, f"temperature={self.temperature} must be at least 0.01, where vLLM stops scaling."
-        yield 0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]."
-        yield self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]."
-        yield not self.restricted_sampling or self.top_k > 0, "top_p < 1 and min_p > 0 need top_k too, which bounds the candidate set vLLM records."
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        yield 0 <= low <= 1 <= high, f"vllm_importance_sampling_clip_min={low} and _max={high} must enclose 1, the ratio of an unchanged policy."
-        for name, choices in CHOICES.items():
-            yield getattr(self, name) in choices, f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, choices))}."
-        yield len(self.server_urls) == 1 or not self.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
-        for name, value in (("save_steps", self.save_steps), ("eval_steps", self.eval_steps)):
-            yield value is None or value >= 1 or (0 < value and self.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
-        alone = self.token_budget and not self.launch_server and not self.save_rollouts and self.eval_dataset is None
-        yield not self.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
-        yield self.eval_dataset is not None or not (self.eval_steps or self.eval_on_start), "eval_steps and eval_on_start need eval_dataset."
-        yield not (self.bf16 and self.fp16), "bf16 and fp16 exclude each other: set one."
-        yield self.token_budget is None or self.token_budget > 0, f"token_budget={self.token_budget} must be positive."
-        yield self.max_steps > 0 or self.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."
-        decays = self.lr_scheduler_type not in ("constant", "constant_with_warmup")
-        yield not decays or self.max_steps > 0, f"lr_scheduler_type={self.lr_scheduler_type!r} decays over a number of steps that only max_steps can give: set it."
-        yield not (self.warmup_steps and self.lr_scheduler_type == "constant"), "lr_scheduler_type='constant' has no warm-up: use 'constant_with_warmup' with warmup_steps."
-        yield self.warmup_steps >= 1 or not self.warmup_steps or self.max_steps > 0, "warmup_steps below 1 is a share of max_steps: set max_steps."
 
     @property
     def reward_functions(self) -> list[Callable]:

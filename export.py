@@ -8,13 +8,19 @@ import torch.distributed as dist
 from huggingface_hub import HfApi
 from transformers.utils import cached_file
 
+from adapters import save_adapter
 from config import Config
 from model import Policy
-from sync import gathered_weights, write_weights
+from weights import gathered_weights, write_weights
 
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """A Hugging Face folder that `from_pretrained` and vLLM load. A collective; rank 0 writes, and the folder appears whole."""
+    """A Hugging Face folder that `from_pretrained` and vLLM load; of adapters one in PEFT's format. A collective; rank 0 writes, and the folder appears whole."""
+    if policy.peft_config:
+        save_adapter(policy.lm, policy.peft_config, folder, torch.float32, policy.lm.config.name_or_path)
+        if dist.get_rank() == 0:
+            tokenizer.save_pretrained(folder)
+        return dist.barrier()
     weights = gathered_weights(policy, dtype, frozen=True)
     if dist.get_rank() == 0:
         partial = folder.with_name(folder.name + ".partial")

@@ -14,7 +14,8 @@ import numpy as np
 from config import Config, ConfigError
 from metrics import Window
 from packing import Sample
-from rollout import Shared, rollout_process
+from rollout import rollout_process
+from shared import Shared
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import attention
 import deltanet
+from adapters import add_adapters
 from config import Config, ConfigError
 from loss import Candidates, fused_logprobs
 from packing import Row, Sample, pack_row
@@ -28,8 +29,9 @@ class Policy(nn.Module):
         self.recurrent = bool(deltanet.layers(lm))
         self.aux_loss_coef = aux_loss_coef       # 0: router logits are not asked for
         self.experts_per_token = text.num_experts_per_tok if aux_loss_coef else 0
+        self.peft_config = None                  # of the adapters, if there are any
 
-    def forward(self, row: dict, candidates: Candidates | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, row: dict, candidates: Candidates | None = None, temperature: float | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """row: from `to_device` -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,), router logits (L, N, E)."""
         tree = row["tree"].prepare(self.backend, self.windows, self.recurrent)
         routers = dict(output_router_logits=True) if self.aux_loss_coef else {}
@@ -37,7 +39,7 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings().weight                                   # (V, D)
         logprobs, topk_logprobs, entropy = fused_logprobs(
             out.last_hidden_state[0, row["term_index"]], head, row["targets"], row["topk_ids"],
-            temperature=self.temperature, softcap=self.softcap, candidates=candidates, keep=self.keep_logits)
+            temperature=temperature or self.temperature, softcap=self.softcap, candidates=candidates, keep=self.keep_logits)
         return logprobs, topk_logprobs, entropy, torch.stack(out.router_logits) if routers else None
 
 
@@ -92,6 +94,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     lm = _pretrained(kind, config.model, attn_implementation=nested or attention.NAME, **options)
     refuse_unsupported(config.model, lm)
     nn.ParameterList(outside_text(lm)).requires_grad_(False)
+    peft_config = config.peft_config and add_adapters(lm, config.peft_config)
     deltanet.install(lm)
     lm.eval()                                # no dropout, no router noise: the server has none
     try:
@@ -101,7 +104,9 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         raise ConfigError(str(error)) from None
     prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
                    backend=config.torch_compile_backend, mode=config.torch_compile_mode)
-    return Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing)).to(device)
+    policy = Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing)).to(device)
+    policy.peft_config = peft_config
+    return policy
 
 
 def kept_logits(checkpointing: bool | str) -> int:

@@ -1,7 +1,6 @@
 """The rollout process: generate with vLLM, score, compute advantages, and stream samples to the trainer.
 
-Trainer and rollout process share a queue of samples, a queue of metrics, a queue for the failure that ends the run, and a few
-numbers. The process loads the same config file by path, so nothing of the config is pickled.
+The process loads the same config file as the trainer, by path, so nothing of the config is pickled; shared.py is all they share.
 """
 import asyncio
 import ctypes
@@ -26,9 +25,11 @@ from data import load_rows, prompt_order
 from environments import EnvironmentPool, public_methods
 from evaluate import evaluate_when_asked, evaluating
 from metrics import Window
+from naming import Naming
 from packing import Sample
 from recording import RolloutWriter
 from rewards import call_rewards, reward_names
+from shared import Shared
 from tools import Chat, TurnRecord, drift, ended, render, run_call, tool_message, turns_to_samples
 
 SCORE_QUEUE_SIZE = 16    # groups waiting to be scored before generation is held back
@@ -70,32 +71,6 @@ class RolloutGroup:
     rewards: np.ndarray | None = None    # (G,) summed over sources; NaN where no source scored
 
 
-@dataclass
-class Shared:
-    """What the trainer and the rollout process share."""
-
-    samples: object                      # Queue of Sample; None: no more will come
-    metrics: object                      # Queue of (Window.drain(), table of completions)
-    resolved: object                     # Queue of ids of groups that gave no sample and will give none
-    failure: object                      # Queue of (sentence for the user or None, traceback)
-    version: object                      # Value: the current model version
-    allowance: object                    # Value: tokens that may be queued or in progress
-    consumed: object                     # Value: tokens of the samples whose step the trainer has begun, or that it dropped
-    heartbeat: object                    # Value: time.monotonic() of the event loop's last sign of life
-    lost: object                         # Array: how often the rollout process took each server out
-    restored: object                     # Array: that number when the trainer last gave each its weights; equal: the server is in use
-    evaluate: object                     # Value: 1 + the step whose evaluation was last asked for; 0: none
-    evaluated: object                    # Value: that number of the last one done
-    stop: object                         # Event
-
-    @classmethod
-    def create(cls, num_servers: int = 1) -> "Shared":
-        spawn = multiprocessing.get_context("spawn")
-        return cls(*(spawn.Queue() for _ in range(4)), *(spawn.Value("q", 0, lock=False) for _ in range(3)),
-                   spawn.Value("d", time.monotonic(), lock=False), spawn.Array("q", num_servers, lock=False),
-                   spawn.Array("q", num_servers, lock=False), *(spawn.Value("q", 0, lock=False) for _ in range(2)), spawn.Event())     # one writer each: a lock could die with its holder
-
-
 class AsyncRolloutLoop:
     """Generates and scores rollouts. Subclass it, override a hook and set `loop_cls` in the config to change a step."""
 
@@ -107,7 +82,8 @@ class AsyncRolloutLoop:
         self.metrics = Window()
         self.environments = EnvironmentPool(config.environment_factory, self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
-        self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics)
+        self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
+                               Naming(config.model, shared.adapters, shared.oldest_named))
         self.cap = LoadCap(config.max_concurrent_rollouts)
         self.groups_at = [0] * len(config.server_urls)   # unfinished groups of each server
         self.seeds = itertools.count((config.seed % 2**23 << 40) + start_group * config.num_generations)

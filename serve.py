@@ -6,57 +6,22 @@
 With launch_server=True train.py starts, watches and stops the same command itself.
 """
 import ctypes
-import importlib.util
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlparse
 
 import requests
 import torch
 
 from config import Config, ConfigError, load_config
+from flags import server_command
 from model import compute_dtype, device_type
 
 RESTART = "restart it with: python serve.py <this config>"
-
-
-def cpu_threads() -> int:
-    """Half of the cores: on a CPU server and trainer share them, and two full sets of spinning threads starve both."""
-    return max(os.cpu_count() // 2, 1)
-
-
-def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment variables to add) of the server."""
-    url, on_cpu = urlparse(config.server_urls[0]), device_type(config) == "cpu"
-    dtype = compute_dtype(config, torch.device(device_type(config)))       # the trainer's: a gap in precision biases every ratio
-    cli = ["vllm"] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else [*cli, "serve", config.model]
-    argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", str(dtype).removeprefix("torch."),
-             "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-             "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
-    revision = (config.model_init_kwargs or {}).get("revision")
-    optional = [(vllm_has_flag("enable_scale_out"), ["--enable-scale-out"]),      # older ones offer /inference/v1/generate without it
-                (config.restricted_sampling and not on_cpu and vllm_has_flag("return_sampling_mask"), ["--return-sampling-mask"]),
-                (config.vllm_max_model_length, ["--max-model-len", str(config.vllm_max_model_length)]),
-                (revision, ["--revision", revision]), (config.trust_remote_code, ["--trust-remote-code"])]
-    argv += [part for wanted, parts in optional if wanted for part in parts]
-    if on_cpu:
-        return argv + ["--enforce-eager"], dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="2", OMP_NUM_THREADS=str(cpu_threads()))
-    return argv + ["--api-server-count", "8"], dict(VLLM_SERVER_DEV_MODE="1")
-
-
-def vllm_has_flag(name: str) -> bool:
-    """Whether the vLLM installed here knows an argument, looked up in its sources: importing it takes seconds."""
-    spec = importlib.util.find_spec("vllm")
-    folder = Path(spec.submodule_search_locations[0] if spec else "")
-    paths = [folder / "engine/arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")] if spec else []
-    return not spec or any(name in path.read_text() for path in paths)      # not here: printed for elsewhere, the newest
 
 
 class Server:

@@ -1,152 +1,237 @@
-"""Weights to the server. A version number is given out only after the server has confirmed that version."""
+"""Weights to the servers. A version number is given out only after a server has confirmed that version."""
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import requests
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 
+from adapters import Adapters, check_adapter_server
 from config import Config
 from metrics import Window
 from model import Policy
 from serve import answers
-
-
-def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False) -> dict[str, Tensor]:
-    """On rank 0, full CPU tensors of what is trained, or with `frozen` of everything, under the checkpoint's names; else empty.
-
-    Parameters come in `dtype`, tied ones once (or under `every_name`), and persistent buffers as they are. A collective: every rank gathers the same tensors
-    in the same order. The trainer's own weights keep their dtype, and nothing stays on the device.
-    """
-    lm, weights = policy.lm, {}
-    persistent, wanted = lm.state_dict().keys(), set((lm if frozen else lm.get_decoder()).buffers())
-    parameters = ((name, p.to(dtype)) for name, p in lm.named_parameters() if frozen or p.requires_grad)
-    buffers = ((name, buffer) for name, buffer in lm.named_buffers() if name in persistent and buffer in wanted)
-    for name, tensor in chain(parameters, buffers):
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        if dist.get_rank() == 0:
-            weights[name] = full.cpu()
-    if every_name:
-        first = {}
-        for name, p in lm.named_parameters(remove_duplicate=False):
-            if first.setdefault(p, name) in weights and name not in weights:
-                weights[name] = weights[first[p]].clone()
-    return revert_weight_conversion(lm, weights) if weights else weights   # transformers fuses experts in memory
-
-
-def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", metadata=dict(format="pt"))
-
+from transport import Ipc, Nccl
+from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
 
 
-class DiskSync:
-    """The servers reload a folder that rank 0 writes, so all must see the same path.
+class Control:
+    """HTTP to the servers' weight endpoints. Every phase may be repeated, so one that cannot be reached is given `patience` seconds."""
 
-    One that fails while another succeeds is out of use until a later sync finds it answering; see client.Servers.
-    """
+    def __init__(self, urls: list[str], timeout: float, check_server: Callable[[], None]):
+        self.urls, self.timeout, self.check_server, self.retries = urls, timeout, check_server, 0
+        self.patience = [RETRY_SECONDS] * len(urls)
 
-    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server=lambda: None):
-        self.check_server, self.retries = check_server, 0
-        self.policy, self.dtype, self.timeout, self.urls, self.shared = policy, dtype, config.vllm_server_timeout, config.server_urls, shared
-        self.folder = Path(config.output_dir).resolve() / ".weights"
-        self.on_cpu = next(policy.parameters()).device.type == "cpu"
-        self.rank = dist.get_rank()
-        if self.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def push(self, version: int, window: Window) -> None:
-        """Write, then let every server load. Raises RuntimeError naming the phase that failed when no server has the new weights."""
-        started = time.monotonic()
-        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu)      # vLLM on a CPU keeps a copy of a tied head
-        if self.rank == 0:
-            target = self.folder / f"version_{version}"
-            self._write(weights, target)
-            written = time.monotonic()
-            with ThreadPoolExecutor(len(self.urls)) as threads:
-                outcomes = list(threads.map(lambda server: self._load(server, target, version), range(len(self.urls))))
-            failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-            if len(failures) == len(self.urls):
-                raise failures[0]
-            paused, loading = np.max([outcome for outcome in outcomes if not isinstance(outcome, Exception)], axis=0)
-            window.add("perf/weight_sync_transfer_s", loading + written - started)
-            window.add_all({"perf/weight_sync_pause_s": paused, "perf/weight_sync_retry_count": self.retries})
-            self.retries = 0
-            shutil.rmtree(target)
-        waiting = time.monotonic()
-        dist.barrier()
-        window.add("perf/weight_sync_barrier_s", time.monotonic() - waiting)
-        window.add("perf/weight_sync_s", time.monotonic() - started)
-
-    def _load(self, server: int, target: Path, version: int) -> tuple[float, float] | RuntimeError:
-        """Seconds until one server was paused, and until it had loaded; or what went wrong."""
-        url, lost = self.urls[server], self.shared.lost[server] if self.shared else 0
-        in_use = not self.shared or self.shared.restored[server] == lost
-        try:
-            if not in_use and not answers(url):
-                raise RuntimeError(f"{url} does not answer")
-            times = self._reload(url, target, version, patience=RETRY_SECONDS if in_use else 0)
-        except RuntimeError as error:
-            if in_use and len(self.urls) > 1:
-                print(f"out of use: {error}", flush=True)
-            if self.shared:
-                self.shared.restored[server] = -1
-            return error
-        if self.shared:
-            self.shared.restored[server] = lost             # as it was before: lost once more meanwhile, it stays out
-        if not in_use:
-            print(f"the server at {url} is back, with the weights of version {version}", flush=True)
-        return times
-
-    def _reload(self, url: str, target: Path, version: int, patience: float) -> tuple[float, float]:
-        """Pause with the requests kept, reload, drop what the old weights cached, resume."""
-        started = time.monotonic()
-        post = partial(self._post, url, patience)
-        post("pause", "/pause?mode=keep")
-        loading = time.monotonic()
-        post("reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(target))))
-        post("reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")   # kept requests are recomputed
-        post("version", "/update_weight_version", dict(new_version=str(version)), optional=True)   # per-token versions
-        loaded = time.monotonic()
-        post("resume", "/resume")
-        return loading - started, loaded - loading
-
-    def _write(self, weights: dict[str, Tensor], target: Path) -> None:
-        """A folder appears whole or not at all."""
-        partial = target.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        write_weights(weights, partial)
-        partial.rename(target)
-
-    def _post(self, url: str, patience: float, phase: str, path: str, body: dict | None = None, optional: bool = False) -> None:
-        """Every phase may be repeated, so a server that cannot be reached is given `patience` seconds."""
-        deadline = time.monotonic() + patience
-        while (problem := self._try(url, path, body, optional)) is UNREACHABLE and time.monotonic() < deadline:
+    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False) -> str:
+        """The reply's text. Raises RuntimeError that names the phase and says what the server said."""
+        deadline = time.monotonic() + self.patience[server]
+        while True:
+            problem, text = self._try(self.urls[server] + path, body, optional)
+            if problem is not UNREACHABLE or time.monotonic() > deadline:
+                break
             self.check_server()
             self.retries += 1
             time.sleep(1)
         if problem:
-            raise RuntimeError(f"weight sync failed in its phase '{phase}' at {url} ({problem}); the server may stay paused: restart it.")
+            raise RuntimeError(f"weight sync failed in its phase '{phase}' at {self.urls[server]} ({problem}).")
+        return text
 
-    def _try(self, url: str, path: str, body: dict | None, optional: bool) -> str | None:
-        """What went wrong, if anything."""
+    def _try(self, url: str, body: dict | None, optional: bool) -> tuple[str | None, str]:
+        """(what went wrong, if anything; the reply's text)"""
         try:
-            reply = requests.post(url + path, json=body, timeout=(5, self.timeout))
-            done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
-            return None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}"
+            reply = requests.post(url, json=body, timeout=(5, self.timeout))
         except requests.ConnectionError:
-            return UNREACHABLE
+            return UNREACHABLE, ""
         except requests.RequestException as error:
-            return str(error)
+            return str(error), ""
+        done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
+        return None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}", reply.text
+
+    def try_once(self, server: int, path: str, body: dict | None = None) -> bool:
+        """For clean-up, where a failure must not hide the error before it."""
+        return self._try(self.urls[server] + path, body, optional=True)[0] is None
+
+    def reply(self, server: int, path: str, body: dict | None = None, **params) -> requests.Response:
+        """To a POST of `body`, or a GET. Raises RuntimeError when none comes."""
+        try:
+            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, self.timeout))
+        except requests.RequestException as error:
+            raise RuntimeError(f"{self.urls[server]} did not answer {path}: {error}") from error
+
+    def weight_version(self, server: int) -> str | None:
+        """The version that the server says it has, where it keeps one."""
+        reply = self.reply(server, "/weight_info")
+        return reply.json()["weight_version"] if reply.status_code == 200 else None
+
+    def vllm_config(self, server: int) -> dict:
+        return self.reply(server, "/server_info", config_format="json").json()["vllm_config"]
+
+
+class Disk:
+    """The servers reload a folder that rank 0 writes, so all must see the same path."""
+
+    chunks, pauses = 1, True
+
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control: Control):
+        self.policy, self.dtype, self.control = policy, dtype, control
+        self.folder = Path(config.output_dir).resolve() / ".weights"
+        self.on_cpu = next(policy.parameters()).device.type == "cpu"
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stage(self, chunk: int, version: int) -> Callable[[], None]:
+        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
+        return lambda: self._write(weights, version)
+
+    def _write(self, weights: dict[str, Tensor], version: int) -> None:
+        """A folder appears whole or not at all."""
+        self.target = self.folder / f"version_{version}"
+        partial = self.target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        write_weights(weights, partial)
+        partial.rename(self.target)
+
+    def begin(self, server: int) -> None:
+        pass
+
+    def send(self, server: int, chunk: int) -> None:
+        self.control.post(server, "reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(self.target))))
+
+    def finish(self, server: int, version: int) -> None:
+        pass
+
+    def clean(self, version: int) -> None:
+        shutil.rmtree(self.target, ignore_errors=True)
+
+
+def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server: Callable[[], None] = lambda: None) -> "WeightSync":
+    """The transport that the config names, or adapters alone where every server takes them. The same choice on every rank. Raises ConfigError."""
+    control = Control(config.server_urls, config.vllm_server_timeout, check_server)
+    adapters = [bool(policy.peft_config) and all(check_adapter_server(policy.peft_config, config.max_staleness, url, control.vllm_config(server))
+                                                 for server, url in enumerate(config.server_urls)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(adapters, src=0)
+    if adapters[0]:
+        return WeightSync(Adapters(config, policy, dtype, control, shared), control, shared)
+    return WeightSync(dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control), control, shared)
+
+
+class WeightSync:
+    """One policy, its servers, and the transport between them.
+
+    A server that fails while another succeeds is out of use until a later sync finds it answering; see client.Servers.
+    """
+
+    def __init__(self, transport, control: Control, shared=None):
+        self.transport, self.control, self.shared = transport, control, shared
+        self.names_adapters = isinstance(transport, Adapters)
+        self.phases: dict[str, float] = {}       # seconds of the last push, by phase
+        self.paused = 0.0                        # of it, from the pause until every server had resumed
+        self.current: list[int] = []             # servers that have the weights of the last push
+
+    def push(self, version: int, window: Window) -> None:
+        """Every server in use gets the weights of `version`. Raises RuntimeError on all ranks, naming the phase, when none has them.
+
+        Every rank gathers the same chunks in the same order, whatever fails at the servers.
+        """
+        started, transport = time.monotonic(), self.transport
+        alive = self._servers() if dist.get_rank() == 0 else {}
+        self.phases = dict.fromkeys(("gather", "pause", "transfer", "finish", "resume"), 0.0)
+        for chunk in range(transport.chunks):
+            begun = time.monotonic()
+            fill = transport.stage(chunk, version)
+            if dist.get_rank() == 0:
+                self._guard(alive, "writing", fill)
+                self.phases["gather"] += time.monotonic() - begun
+                if chunk == 0:
+                    pausing = time.monotonic()
+                    if transport.pauses:
+                        self._each(alive, "pause", self._pause)
+                    self._each(alive, "transfer", transport.begin)
+                self._each(alive, "transfer", lambda server: transport.send(server, chunk))
+        if dist.get_rank() == 0:
+            self._each(alive, "finish", lambda server: self._finish(server, version))
+            self._each(alive, "resume", self._resume)
+            self.paused = time.monotonic() - pausing
+            self._settle(alive, version)
+            self.current = [server for server, error in alive.items() if error is None]
+            transport.clean(version)
+        waiting = time.monotonic()
+        self._agree(alive)
+        window.add_all({"perf/weight_sync_pause_s": self.phases["pause"], "perf/weight_sync_barrier_s": time.monotonic() - waiting,
+                        "perf/weight_sync_transfer_s": sum(self.phases[name] for name in ("gather", "transfer", "finish")),
+                        "perf/weight_sync_s": time.monotonic() - started})
+        if dist.get_rank() == 0:
+            window.add("perf/weight_sync_retry_count", self.control.retries)
+            self.control.retries = 0
+
+    def _servers(self) -> dict[int, Exception | None]:
+        """Every server, with what went wrong at it so far."""
+        urls = self.control.urls
+        self.lost = list(self.shared.lost) if self.shared else [0] * len(urls)
+        self.in_use = [not self.shared or self.shared.restored[server] == lost for server, lost in enumerate(self.lost)]
+        self.control.patience = [RETRY_SECONDS if in_use else 0 for in_use in self.in_use]
+        return {server: None if self.in_use[server] or answers(url) else RuntimeError(f"{url} does not answer") for server, url in enumerate(urls)}
+
+    def _each(self, alive: dict[int, Exception | None], phase: str, act: Callable[[int], None]) -> None:
+        """`act` at all servers at once where nothing has gone wrong."""
+        begun, servers = time.monotonic(), [server for server, error in alive.items() if error is None]
+
+        def attempt(server):
+            try:
+                act(server)
+            except RuntimeError as error:
+                alive[server] = error
+        with ThreadPoolExecutor(max(len(servers), 1)) as threads:
+            list(threads.map(attempt, servers))
+        self.phases[phase] += time.monotonic() - begun
+
+    def _guard(self, alive: dict[int, Exception | None], phase: str, act: Callable[[], None]) -> None:
+        """What fails here, such as a full disk, fails all servers: the other ranks must not be left in a collective."""
+        try:
+            act()
+        except (OSError, RuntimeError) as error:
+            alive |= {server: alive[server] or RuntimeError(f"weight sync failed in its phase '{phase}' ({error}).") for server in alive}
+
+    def _pause(self, server: int) -> None:
+        """Requests stay in the server and go on after the resume. One that cannot pause still has all of its old weights, and may serve on."""
+        try:
+            self.control.post(server, "pause", "/pause?mode=keep")
+        except RuntimeError:
+            self.control.try_once(server, "/resume")
+            raise
+
+    def _finish(self, server: int, version: int) -> None:
+        self.transport.finish(server, version)
+        if self.transport.pauses:        # what the old weights cached goes, and kept requests are recomputed
+            self.control.post(server, "reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
+            self.control.post(server, "version", "/update_weight_version", dict(new_version=str(version)), optional=True)     # per-token versions
+
+    def _resume(self, server: int) -> None:
+        if self.transport.pauses:
+            self.control.post(server, "resume", "/resume")
+
+    def _settle(self, alive: dict[int, Exception | None], version: int) -> None:
+        """Tell the rollout process which servers are in use: a failed one, which may be paused half way, comes back only with whole weights."""
+        for server, error in alive.items():
+            url = self.control.urls[server]
+            if error is not None and self.in_use[server] and len(alive) > 1:
+                print(f"out of use: {error}", flush=True)
+            if error is None and not self.in_use[server]:
+                print(f"the server at {url} is back, with the weights of version {version}", flush=True)
+            if self.shared:
+                self.shared.restored[server] = -1 if error is not None else self.lost[server]    # lost once more meanwhile, it stays out
+
+    def _agree(self, alive: dict[int, Exception | None]) -> None:
+        """All ranks go on, or all raise what rank 0 saw."""
+        failed = next(iter(alive.values())) if alive and None not in alive.values() else None
+        words = [failed and f"{failed} The server keeps its state and may be paused: start the run again, or the server if that fails too."]
+        dist.broadcast_object_list(words, src=0)
+        if words[0]:
+            raise RuntimeError(words[0])

@@ -37,15 +37,17 @@ from config import Config, ConfigError, load_config
 from data import load_rows
 from export import Hub, save_model, write_card
 from feed import Progress, RolloutFeed
+from flags import cpu_threads
 from flops import utilization_of
 from loss import LossStats, Objective, load_balancing_loss, policy_loss
 from metrics import Logger, Window, mark, seconds
 from model import Policy, check_packing, compute_dtype, device_type, load_policy, load_tokenizer, make_optimizer, to_device
 from planning import Share, due, plan_steps, scatter_step, speed
+from proof import Proof
 from replay import NoServer, ReplayFeed
-from serve import Server, check_server, cpu_threads, wait_for_server
+from serve import Server, check_server, wait_for_server
 from shard import shard
-from sync import DiskSync
+from sync import make_sync
 
 
 def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int, stop: "StopRequest") -> None:
@@ -77,8 +79,10 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             feed, budget = make_feed(config, argv, window, server, progress)
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
             utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
-        sync = NoServer() if config.replay else DiskSync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        prove = (lambda version, window: None) if config.replay else Proof(config, policy, sync, dtype).check
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
+        prove(version, Window())
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
             feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE, step))
@@ -112,6 +116,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             if step % config.weight_sync_steps == 0 or step == config.max_steps:
                 version += 1
                 sync.push(version, window)
+                prove(version, window)
                 if rank == 0:
                     feed.shared.version.value = version         # only after the server confirmed it
 

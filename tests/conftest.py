@@ -66,6 +66,20 @@ def tiny_moe(seed=0, vocab=37):
     return Qwen3MoeForCausalLM(config)
 
 
+def tiny_lora(seed=0, std=0.05, lm=None, **options):
+    """A tiny Llama with LoRA whose B is not zero."""
+    import peft
+    from adapters import add_adapters
+    from model import Policy
+    policy = Policy(lm or tiny_lm(), 1.0, "sdpa")
+    policy.peft_config = add_adapters(policy.lm, peft.LoraConfig(**(dict(r=4, lora_alpha=8, target_modules="all-linear") | options)))
+    torch.manual_seed(seed)
+    for name, p in policy.lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=std)
+    return policy
+
+
 def alone(policy, sample, implementation="sdpa"):
     """Log-probs of the sample's trained tokens by the model's ordinary causal forward, nothing packed."""
     ids = torch.tensor(sample.input_ids, dtype=torch.int64)

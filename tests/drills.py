@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import aiohttp
 import requests
@@ -20,8 +21,13 @@ from conftest import ROOT
 
 from config import load_config
 from export import save_model
+from flags import server_command
+from metrics import Window
 from model import load_policy, load_tokenizer
+from proof import Proof
 from serve import answers
+from shard import shard
+from sync import make_sync
 from tools import render
 
 CONFIG = '''
@@ -169,6 +175,40 @@ def test_with_two_servers_one_may_die_and_comes_back_with_current_weights(tmp_pa
     assert requests_served > 0
     # With old weights at this learning rate the difference would be that of as many steps' staleness.
     assert max(differences[back_at:]) < 3 * max(differences[1:back_at]) + 0.02
+
+
+def test_fifty_honest_syncs_in_bf16_pass_the_proof(tmp_path):
+    """The policy wanders as AdamW at a large learning rate would take it; the largest mean difference is printed beside the bound."""
+    url = "http://127.0.0.1:8320"
+    config = replace(load_config([str(ROOT / "configs/smollm_cpu.py")]), output_dir=str(tmp_path), vllm_server_base_url=url, bf16=True, weight_sync_backend="ipc",
+                     verify_sync_steps=1)
+    argv, environment = server_command(config)
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(argv, env=os.environ | environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        until(lambda: answers(url), 180)
+        policy = load_policy(config, torch.device("cpu"))
+        shard(policy, dist.init_device_mesh("cpu", (1,)), torch.bfloat16)
+        sync = make_sync(config, policy, torch.bfloat16)
+        proof, theirs = Proof(config, policy, sync, torch.bfloat16), {}
+        ask, noise = proof.server_scores, torch.randn(1 << 20).sign() * 3e-5
+        proof.server_scores = lambda server, version: theirs.setdefault(version, ask(server, version))
+        for version in range(50):
+            window = Window()
+            sync.push(version, window)
+            proof.check(version, window)
+            print(version, float(abs(theirs[version] - proof.scores[version]).mean()), window.result()["perf/verify_sync_s"], flush=True)
+            with torch.no_grad():
+                for i, p in enumerate(policy.parameters()):
+                    p.view(-1).add_(noise.roll(version * 7919 + i).repeat(-(-p.numel() // len(noise)))[:p.numel()])
+    finally:
+        stop(server)
+        dist.destroy_process_group()
+    found = [float(abs(theirs[version] - proof.scores[version]).mean()) for version in range(50)]
+    moved = float(abs(proof.scores[49] - proof.scores[0]).mean())
+    print(dict(syncs=len(found), largest=max(found), mean=sum(found) / len(found), bound=proof.bound, moved=moved))
+    assert len(found) == 50 and max(found) < proof.bound / 2 and moved > 0
 
 
 def test_the_exported_folder_loads_in_vllm_and_continues_five_prompts_as_the_trainer_does(tmp_path, small_model):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from conftest import tiny_config, tiny_lm, tiny_moe             # noqa: E402
+from conftest import tiny_config, tiny_lm, tiny_lora, tiny_moe  # noqa: E402
 
 from loss import Objective                                      # noqa: E402
 from model import Policy, load_policy                           # noqa: E402
@@ -30,7 +30,7 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     rank, world = dist.get_rank(), dist.get_world_size()
     config = tiny_config(model=model, loss_normalization=normalization)
     made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny_untied=lambda: Policy(tiny_lm(tied=False), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
-                tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5))
+                tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5), tiny_lora=lambda: tiny_lora())
     policy = made[model]() if model in made else load_policy(config, torch.device("cpu"))
     dtype = torch.float64 if model in made and model != "tiny_moe" else torch.float32      # torch's grouped product knows no fp64
     shard(policy.to(dtype), dist.init_device_mesh("cpu", (world,)), dtype)
@@ -47,7 +47,7 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", up
     metrics, terms, loss = stats.reduce(Objective(), group)
     if update:
         torch.optim.SGD(policy.parameters(), lr=1.0).step()
-    values = {name: full(p if update else p.grad).detach().clone() for name, p in policy.lm.named_parameters()}
+    values = {name: full(p if update else p.grad).detach().clone() for name, p in policy.lm.named_parameters() if p.requires_grad}
     return dict(values=values, terms=terms, loss=loss, norms=[n.item() for n in norms], metrics=metrics,
                 trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
 

@@ -3,15 +3,18 @@ import asyncio
 import json
 import time
 from array import array
+from types import SimpleNamespace
 
 import client
 import pytest
+from aiohttp import web
 from client import LoadCap, Servers, parse_completion, parse_generate, parse_metrics
 from conftest import tiny_config
 from fake_server import EOS, FakeServer, as_completion, choice
 
 from config import ConfigError
 from metrics import Window
+from naming import NEVER, Naming
 
 SAMPLING = dict(temperature=1.0, max_tokens=8, logprobs=3, seed=1, detokenize=False)
 
@@ -45,6 +48,37 @@ def test_the_token_endpoint_and_completions_give_the_same_turn():
     assert first.output_sampler_logprobs[0] == {21: -0.5, 22: -1.5, 23: -2.5} and first.model_version == 3
     asked = text.bodies[0]
     assert asked["prompt"] == [1, 2] and asked["return_token_ids"] and asked["return_tokens_as_token_ids"] and "detokenize" not in asked
+
+
+@pytest.mark.parametrize("token_endpoint", [True, False])
+def test_with_adapters_every_request_names_that_of_its_version_and_the_oldest_named_is_known(token_endpoint):
+    """Requests that named the base model would sample from it for the whole run."""
+    adapters, oldest = SimpleNamespace(value=1), SimpleNamespace(value=NEVER)
+    during = []
+    with FakeServer(lambda body: during.append(oldest.value) or choice([21, EOS]), token_endpoint=token_endpoint) as server:
+        servers, _ = made(server)
+        servers.naming = Naming("tiny", adapters, oldest)
+        ask(servers, [(1,), (2,)])
+        adapters.value = 0
+        ask(servers)
+    assert {body["model"] for body in server.bodies[:2]} == {"policy-v3"} and server.bodies[-1]["model"] == "tiny"
+    assert set(during) == {3} and oldest.value == NEVER
+
+
+class Anew(FakeServer):
+    """A server that was started anew and lost the adapter."""
+
+    async def _generate(self, request):
+        return web.json_response(dict(error=dict(message="The model `policy-v3` does not exist.")), status=404)
+
+
+def test_a_server_that_lost_the_adapter_is_left_for_another_and_ends_the_run_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(client, "ATTEMPTS", 2)
+    with Anew() as anew, FakeServer() as good:
+        servers, _ = made(anew, good)
+        assert len(ask(servers)) == 1 and servers.in_use() == [1]
+        with pytest.raises(ConfigError, match="policy-v3. does not exist"):
+            ask(made(anew)[0])
 
 
 def test_a_server_without_the_token_endpoint_is_asked_for_it_once():

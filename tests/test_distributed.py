@@ -56,6 +56,7 @@ JOBS = dict(
     step=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]], normalization="step"),
     mean=lambda: dict(micro_batches=[close_samples()[:1], close_samples()[1:]]),
     moe=lambda: dict(micro_batches=[[make_sample(s.input_ids, 4, group_id=i) for i, s in enumerate(close_samples(groups=8)[::4])]], model="tiny_moe"),
+    lora=lambda: dict(micro_batches=[close_samples()], model="tiny_lora"),
     untied=lambda: dict(micro_batches=[close_samples()], model="tiny_untied"),
     broken=lambda: dict(micro_batches=[[replace(close_samples()[0], advantage=float("nan")), *close_samples()[4:]]]),
     odd=lambda: dict(micro_batches=[close_samples(groups=2, vocab=11)], model="tiny11", update=True))
@@ -95,6 +96,12 @@ def test_an_untied_head_gets_the_gradient_of_separate_forwards_too(results, rank
     got = results[ranks]["untied"]
     assert_same(got["values"], reference(close_samples(), got["trained"], tied=False))
     assert got["values"]["lm_head.weight"].norm() > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters_get_one_gradient_on_any_number_of_ranks(results, ranks):
+    assert_same(results[ranks]["lora"]["values"], results[1]["lora"]["values"])
+    assert all(".lora_" in name for name in results[1]["lora"]["values"])
 
 
 def test_many_small_rows_give_the_gradient_of_one(results):

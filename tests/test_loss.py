@@ -9,7 +9,7 @@ from loss import Candidates, LossStats, Objective, fused_logprobs, policy_loss
 M, D, V = 9, 6, 23
 
 
-def make_problem(seed=0, dtype=torch.float64, top_k=3, temperature=1.0, with_sets=False, spread=0.3):
+def makeproblem(seed=0, dtype=torch.float64, top_k=3, temperature=1.0, with_sets=False, spread=0.3):
     """Hidden states, a head, and a sampler whose distribution is a perturbed copy of the policy's."""
     g = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(M, D, generator=g, dtype=torch.float64), torch.randn(V, D, generator=g, dtype=torch.float64)
@@ -75,7 +75,7 @@ OBJECTIVES = dict(centered=Objective(), tail=Objective(centering_tail=True), cli
 def test_loss_and_gradient_equal_the_naive_loop(name, top_k, with_sets, temperature, dtype, tolerance):
     if with_sets and top_k == V:
         top_k = 4                                                              # a set is smaller than the vocabulary
-    p = make_problem(dtype=dtype, top_k=top_k, temperature=temperature, with_sets=with_sets)
+    p = makeproblem(dtype=dtype, top_k=top_k, temperature=temperature, with_sets=with_sets)
     objective = OBJECTIVES[name]
     expected = reference_loss(p, objective, temperature)
     wanted = torch.autograd.grad(expected, (p["hidden"], p["weight"]))
@@ -87,7 +87,7 @@ def test_loss_and_gradient_equal_the_naive_loop(name, top_k, with_sets, temperat
 
 
 def test_tight_bounds_really_drop_some_tokens_and_keep_others():
-    p = make_problem(top_k=8)
+    p = makeproblem(top_k=8)
     ratio = (reference_logprobs(p["hidden"], p["weight"], 1.0, p["sets"]).gather(1, p["targets"][:, None])[:, 0] - p["sampler"]).exp()
     kept = OBJECTIVES["tight"].inside(ratio)
     assert kept.any() and not kept.all()
@@ -154,7 +154,7 @@ def test_a_broken_log_ratio_contributes_exactly_zero_and_is_counted(bad, score_c
     """±100 are differences from the policy's own log-prob; the rest are sampler log-probs as they came."""
     objective = Objective(score_centering=score_centering)
     for dtype in (torch.float32, torch.float64):
-        p, q = make_problem(dtype=dtype), make_problem(dtype=dtype)
+        p, q = makeproblem(dtype=dtype), makeproblem(dtype=dtype)
         logprob = fused_logprobs(p["hidden"], p["weight"], p["targets"], p["top_ids"])[0][2].item()
         p["sampler"][2] = logprob - bad if abs(bad) == 100 else bad
         q["advantages"][2] = 0                                                 # the same problem with token 2 silenced
@@ -169,7 +169,7 @@ def test_a_broken_log_ratio_contributes_exactly_zero_and_is_counted(bad, score_c
 
 @pytest.mark.parametrize("softcap", [None, 2.5])
 def test_the_fused_head_equals_a_plain_log_softmax_for_every_block_size(softcap):
-    p = make_problem(top_k=4)
+    p = makeproblem(top_k=4)
 
     def plain(hidden, weight):
         logits = hidden @ weight.T
@@ -188,7 +188,7 @@ def test_the_fused_head_equals_a_plain_log_softmax_for_every_block_size(softcap)
 
 
 def test_a_missing_top_token_changes_nothing():
-    p = make_problem(top_k=3)
+    p = makeproblem(top_k=3)
     padded = dict(p, top_ids=torch.cat([p["top_ids"], torch.full((M, 2), -1)], 1), top=torch.cat([p["top"], torch.full((M, 2), -torch.inf, dtype=torch.float64)], 1))
     for objective in (Objective(), Objective(centering_tail=True)):
         a, b = our_loss(p, objective, 1.0), our_loss(padded, objective, 1.0)
@@ -200,7 +200,7 @@ def test_a_missing_top_token_changes_nothing():
 @pytest.mark.parametrize("with_sets", [False, True])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_an_unchanged_policy_has_ratio_one_at_every_temperature_and_over_candidate_sets(temperature, with_sets):
-    p = make_problem(temperature=temperature, with_sets=with_sets, spread=0.0)
+    p = makeproblem(temperature=temperature, with_sets=with_sets, spread=0.0)
     logprobs, topk, _ = fused_logprobs(p["hidden"], p["weight"], p["targets"], p["top_ids"], temperature=temperature, candidates=p["candidates"])
     assert ((logprobs - p["sampler"]).exp() - 1).abs().max() < 1e-12 and (topk - p["top"]).abs().max() < 1e-12
 
@@ -244,7 +244,7 @@ def test_no_full_size_logits_exist_at_any_time():
 
 
 def test_bf16_hidden_states_still_get_fp32_reductions():
-    p = make_problem()
+    p = makeproblem()
     hidden, weight = p["hidden"].detach().bfloat16(), p["weight"].detach().bfloat16()
     logprobs, _, entropy = fused_logprobs(hidden, weight, p["targets"], p["top_ids"])
     wanted = (hidden.float() @ weight.float().T).bfloat16().float().log_softmax(-1).gather(1, p["targets"][:, None])[:, 0]

@@ -8,9 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from conftest import ROOT, tiny_config
+from peft import LoraConfig
 
 from config import ConfigError
-from serve import Server, check_server, cpu_threads, server_command, wait_for_server
+from flags import cpu_threads, server_command
+from serve import Server, check_server, wait_for_server
 
 
 def flags(config):
@@ -26,6 +28,20 @@ def test_every_flag_that_could_disagree_with_the_trainer_comes_from_the_config()
     assert {key: got[key] for key in wanted} == wanted and "--enforce-eager" in argv and "--enable-scale-out" in argv
     assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(cpu_threads())}
+
+
+def test_each_way_of_the_weights_brings_its_flags(monkeypatch):
+    base = dict(vllm_server_base_url="http://127.0.0.1:8111")
+    assert flags(tiny_config(weight_sync_backend="nccl", **base))[0]["--weight-transfer-config"] == '{"backend": "nccl"}'
+    got, _, environment = flags(tiny_config(weight_sync_backend="ipc", **base))
+    assert got["--worker-extension-cls"] == "vllm_worker.CopyPlan" and environment["PYTHONPATH"].split(":")[0] == str(ROOT)
+    got, _, environment = flags(tiny_config(peft_config=LoraConfig(r=9, rank_pattern={"q_proj": 20}), vllm_enable_lora=True, max_staleness=4, **base))
+    assert got["--max-lora-rank"] == "32" and got["--max-loras"] == "6" and "--enable-lora" in got and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    monkeypatch.setattr("flags.device_type", lambda config: "cuda")
+    for changes, share, processes in ((dict(), None, "8"), (dict(weight_sync_backend="ipc"), "0.35", "8"), (dict(weight_sync_backend="ipc", vllm_gpu_memory_utilization=0.5), "0.5", "8"),
+                                      (dict(peft_config=LoraConfig(), vllm_enable_lora=True), None, "1")):
+        got = flags(tiny_config(**changes, **base))[0]
+        assert got.get("--gpu-memory-utilization") == share and got["--api-server-count"] == processes
 
 
 def test_the_servers_dtype_is_the_trainers_compute_dtype():

@@ -403,7 +403,7 @@ class Simulation:
             self.engine = loop_cls(self, self.feed.config, rows, None, [0], 64, self.feed.shared)
 
     def shared(self, num_servers):
-        numbers = {name: SimpleNamespace(value=0) for name in ("version", "allowance", "consumed", "heartbeat", "evaluate", "evaluated")}
+        numbers = {name: SimpleNamespace(value=0) for name in ("version", "allowance", "consumed", "heartbeat", "evaluate", "evaluated", "adapters", "oldest_named")}
         return Shared(samples=Pipe(lambda: self.planned), metrics=SimpleNamespace(put=lambda report: None), failure=queue.Queue(), resolved=queue.Queue(), **numbers,
                       lost=[0] * num_servers, restored=[0] * num_servers, stop=threading.Event())
 

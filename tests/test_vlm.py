@@ -25,8 +25,8 @@ from model import check_packing, load_policy, make_optimizer  # noqa: E402
 from shard import ComputeCopies, shard  # noqa: E402
 from packing import pack_row, plan_micro_batch                                      # noqa: E402
 from planning import Share, make_step, scatter_step                                 # noqa: E402
-from sync import gathered_weights                                                   # noqa: E402
 from train import forward_backward                                                  # noqa: E402
+from weights import gathered_weights                                                 # noqa: E402
 
 CPU, VOCAB = torch.device("cpu"), 64
 TEXT = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

@@ -1,0 +1,174 @@
+"""LoRA: adapters in the policy, merged weights out of it, and the adapters alone to servers that take them."""
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from config import ConfigError
+from naming import adapter_name
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)       # that vLLM has buffers for; it serves every rank up to --max-lora-rank
+
+
+def add_adapters(lm: nn.Module, peft_config):
+    """Put LoRA beside the text model's layers and freeze the rest -> the config with its target modules named.
+
+    Raises ConfigError for what neither the fused head nor the servers could follow.
+    """
+    from peft import LoraConfig, inject_adapter_in_model      # optional: without peft_config nothing needs it
+
+    peft_config = copy.deepcopy(peft_config)                  # PEFT writes into it
+    if not isinstance(peft_config, LoraConfig):
+        raise ConfigError(f"peft_config is a {type(peft_config).__name__}: use peft.LoraConfig, the only method that is supported.")
+    unsupported = [name for name in ("use_dora", "target_parameters", "lora_bias", "layer_replication") if getattr(peft_config, name)]
+    if unsupported or peft_config.bias != "none" or peft_config.lora_dropout:
+        raise ConfigError(f"peft_config sets {', '.join(unsupported) or 'bias or lora_dropout'}, which is not supported: leave it out.")
+    refused = {"lm_head", "embed_tokens"}
+    targets = [peft_config.target_modules] if isinstance(peft_config.target_modules, str) else peft_config.target_modules or []
+    if any(name in target for name in refused for target in targets):
+        raise ConfigError("peft_config targets lm_head or embed_tokens, whose adapters are not supported: name them in modules_to_save to train them whole.")
+    if lm.config.get_text_config().tie_word_embeddings and refused & set(peft_config.modules_to_save or ()):
+        raise ConfigError("peft_config.modules_to_save names the head or the embedding of a model that ties them, which would part them: leave it out.")
+    outside = set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(lm.get_output_embeddings().parameters())
+    try:
+        inject_adapter_in_model(peft_config, lm.get_decoder() if outside else lm)      # a vision tower gets none
+    except ValueError as error:
+        raise ConfigError(f"peft_config does not fit the model: {error}") from None
+    strange = {type(m.get_base_layer()).__name__ for m in lora_layers(lm).values() if not isinstance(m.get_base_layer(), nn.Linear)}
+    if strange:
+        raise ConfigError(f"peft_config targets layers of type {', '.join(sorted(strange))}: only linear layers are supported.")
+    if not any(p.requires_grad for p in lm.parameters()):
+        raise ConfigError(f"peft_config.target_modules={peft_config.target_modules} matches no layer of the model.")
+    return peft_config
+
+
+def lora_layers(lm: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in lm.named_modules() if hasattr(module, "lora_A")}
+
+
+def base_name(name: str) -> str | None:
+    """The name of a parameter in the checkpoint; None for an adapter, and for the untrained copy of a module that is trained whole."""
+    if ".lora_A." in name or ".lora_B." in name or ".original_module." in name:
+        return None
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor: a collective."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """W + scaling · B A of an adapted layer, (out, in), in `dtype`; the layer itself is left alone. A collective."""
+    weight, a, b = (full(m.weight) for m in (layer.get_base_layer(), layer.lora_A["default"], layer.lora_B["default"]))
+    return (weight.float() + layer.scaling["default"] * (b.float() @ a.float())).to(dtype)
+
+
+def peft_state(lm: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """On rank 0 the adapters' full CPU tensors under the names of PEFT's files; else empty. A collective."""
+    state = {}
+    for name, p in lm.named_parameters():
+        if p.requires_grad:
+            tensor = full(p.to(dtype))
+            if dist.get_rank() == 0:
+                state["base_model.model." + name.replace(".default", "").replace(".modules_to_save", "")] = tensor.cpu().contiguous()
+    return state
+
+
+def save_adapter(lm: nn.Module, peft_config, folder: Path, dtype: torch.dtype, base_model: str) -> None:
+    """The adapters as a folder that `PeftModel.from_pretrained` and vLLM load; it appears whole. A collective, and rank 0 writes."""
+    state = peft_state(lm, dtype)
+    if dist.get_rank() == 0:
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(state, partial / "adapter_model.safetensors", metadata=dict(format="pt"))
+        peft_config.save_pretrained(partial)
+        described = json.loads((partial / "adapter_config.json").read_text())
+        (partial / "adapter_config.json").write_text(json.dumps(described | dict(base_model_name_or_path=base_model, inference_mode=True), indent=2))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+
+def served_rank(rank: int) -> int:
+    """The --max-lora-rank that serves `rank`."""
+    if rank > RANKS[-1]:
+        raise ConfigError(f"peft_config has rank {rank}, vLLM serves at most {RANKS[-1]}: lower it.")
+    return next(served for served in RANKS if served >= rank)
+
+
+def largest_rank(peft_config) -> int:
+    return max([peft_config.r, *peft_config.rank_pattern.values()])
+
+
+def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict) -> bool:
+    """Whether this server takes adapters, from what its /server_info says; False: merged weights are sent. Raises ConfigError where it should but cannot."""
+    lora, rank = vllm_config.get("lora_config"), largest_rank(peft_config)
+    if lora is None:
+        return False
+    if peft_config.modules_to_save:
+        print(f"{url} has --enable-lora, but merged weights are sent: modules_to_save={sorted(peft_config.modules_to_save)} cannot travel in an adapter.", flush=True)
+        return False
+    if vllm_config["parallel_config"]["data_parallel_size"] > 1:
+        print(f"{url} has --enable-lora, but merged weights are sent: an adapter would reach one of its data-parallel replicas only.", flush=True)
+        return False
+    if lora["max_lora_rank"] < rank:
+        raise ConfigError(f"the server at {url} has --max-lora-rank {lora['max_lora_rank']}, peft_config needs {rank}: "
+                          f"restart it with --max-lora-rank {served_rank(rank)}.")
+    if lora["max_loras"] < max_staleness + 2:
+        raise ConfigError(f"the server at {url} has --max-loras {lora['max_loras']}: requests may name max_staleness + 1 = {max_staleness + 1} versions, and the "
+                          f"next is loaded before the oldest is unloaded: restart it with --max-loras {max_staleness + 2}.")
+    return True
+
+
+class Adapters:
+    """The servers load each version of the adapters under a name of its own, so nothing pauses and no cache is shared between versions.
+
+    `max_staleness + 1` versions stay, and those that a request in flight still names.
+    """
+
+    chunks, pauses = 1, False
+
+    def __init__(self, config, policy, dtype: torch.dtype, control, shared):
+        self.config, self.policy, self.dtype, self.control, self.shared = config, policy, dtype, control, shared
+        self.folder = Path(config.output_dir).resolve() / ".vllm_lora"
+        self.loaded: list[set[int]] = [set() for _ in control.urls]
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            shared.adapters.value = 1
+
+    def stage(self, chunk: int, version: int) -> Callable[[], None]:
+        save_adapter(self.policy.lm, self.policy.peft_config, self.folder / adapter_name(version), self.dtype, self.config.model)
+        return lambda: None
+
+    def begin(self, server: int) -> None:
+        pass
+
+    def send(self, server: int, chunk: int) -> None:
+        pass
+
+    def finish(self, server: int, version: int) -> None:
+        """Load the new version, and only then unload what has become too old."""
+        name, path = adapter_name(version), str(self.folder / adapter_name(version))
+        self.control.post(server, "load of the adapter", "/v1/unload_lora_adapter", dict(lora_name=name), optional=True)     # of an earlier run
+        self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        self.control.post(server, "version", "/update_weight_version", dict(new_version="adapters"), optional=True)     # it tells none of its tokens
+        self.loaded[server].add(version)
+        oldest_named = self.shared.oldest_named.value
+        for old in sorted(v for v in self.loaded[server] if v < min(version - self.config.max_staleness, oldest_named)):
+            self.control.post(server, "unload of an adapter", "/v1/unload_lora_adapter", dict(lora_name=adapter_name(old)), optional=True)
+            self.loaded[server].discard(old)
+
+    def clean(self, version: int) -> None:
+        """Files outlive their adapter by one sync: the server may read them late."""
+        kept = min([version, *(v for loaded in self.loaded for v in loaded)]) - 1
+        for folder in self.folder.glob("policy-v*"):
+            if int(folder.name.removeprefix("policy-v")) < kept:
+                shutil.rmtree(folder)

@@ -1,0 +1,182 @@
+"""LoRA: merged weights out of place, adapters in PEFT's format, versions that outlive the requests which name them."""
+import asyncio
+import json
+import random
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_sample, tensors_of, tiny_config, tiny_lm, tiny_lora
+
+from adapters import Adapters, add_adapters, check_adapter_server, save_adapter, served_rank
+from config import ConfigError
+from loss import Objective, policy_loss
+from metrics import Window
+from model import Policy, make_optimizer, prepare_layers
+from naming import NEVER, Naming, adapter_name
+from packing import pack_row
+from shard import shard
+from sync import WeightSync
+from weights import gathered_weights
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_two_hundred_merged_syncs_leave_the_base_and_the_adapters_bit_identical(group):
+    policy = tiny_lora()
+    before = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+    first = gathered_weights(policy, torch.bfloat16)
+    for _ in range(200):
+        last = gathered_weights(policy, torch.bfloat16)
+    assert all(torch.equal(p, before[name]) for name, p in policy.lm.named_parameters()) and all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_merged_weights_are_those_of_the_adapted_policy_under_the_base_names(group):
+    """W + (alpha / r) B A in float64, and the log-probs of a plain model that loads them."""
+    policy, plain = tiny_lora(), tiny_lm()
+    sent = gathered_weights(policy, torch.float32)
+    names = dict(plain.named_parameters())
+    assert sent.keys() < names.keys() and not any("lora" in name or "base_layer" in name for name in sent)
+    layer = policy.lm.model.layers[1].mlp.down_proj
+    delta = 2.0 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    torch.testing.assert_close(sent["model.layers.1.mlp.down_proj.weight"].double(), layer.base_layer.weight.double() + delta, rtol=0, atol=1e-6)
+    plain.load_state_dict(sent, strict=False)
+    row = tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0]
+    with torch.no_grad():
+        torch.testing.assert_close(Policy(plain, 1.0, "sdpa")(row)[0], policy(row)[0], rtol=0, atol=1e-4)
+        assert (Policy(tiny_lm(), 1.0, "sdpa")(row)[0] - policy(row)[0]).abs().max() > 0.05, "the adapters do something"
+
+
+def test_a_module_trained_whole_is_sent_under_its_base_name_and_its_untrained_copy_is_not(group):
+    policy = tiny_lora(lm=tiny_lm(tied=False), modules_to_save=["lm_head"], target_modules=["q_proj"])
+    with torch.no_grad():
+        policy.lm.lm_head.modules_to_save["default"].weight += 1.0
+    sent = gathered_weights(policy, torch.float32)
+    assert torch.equal(sent["lm_head.weight"], policy.lm.lm_head.original_module.weight + 1.0) and "model.embed_tokens.weight" not in sent
+    info = dict(lora_config=dict(max_lora_rank=8, max_loras=9), parallel_config=dict(data_parallel_size=1))
+    assert not check_adapter_server(policy.peft_config, 1, "http://x", info), "an adapter cannot carry it: merged weights are sent"
+
+
+def test_fused_neighbours_of_an_adapted_layer_are_sent_too(group):
+    """A server that reloads part of a fused tensor fills the rest with what lay in memory."""
+    sent = gathered_weights(tiny_lora(target_modules=["q_proj"]), torch.float32)
+    assert {name.split(".")[-2] for name in sent} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_an_adapter_in_pefts_format_gives_peft_the_same_logits(tmp_path, group):
+    policy, ids = tiny_lora(), torch.arange(3, 20)[None]
+    save_adapter(policy.lm, policy.peft_config, tmp_path / "adapter", torch.float32, "tiny")
+    base = tiny_lm()
+    base.config._attn_implementation = policy.lm.config._attn_implementation = "sdpa"
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, policy.lm(input_ids=ids).logits)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "tiny" and described["inference_mode"] and described["r"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_only_adapters_train_also_with_bf16_copies_and_checkpointing(group, checkpointing):
+    """One step moves every adapter's B and nothing else; the gradient is that without checkpointing."""
+    def step(checkpointing):
+        policy = tiny_lora(std=0.02)
+        prepare_layers(policy.lm, checkpointing, False)
+        shard(policy, dist.init_device_mesh("cpu", (1,)), torch.bfloat16)
+        before = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+        optimizer = make_optimizer(tiny_config(learning_rate=1e-2), policy)
+        row = tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0]
+        with policy.compute_weights:
+            logprobs, topk, *_ = policy(row)
+            policy_loss(Objective(), logprobs, topk, logprobs.detach(), topk.detach(), row["advantages"]).sum().backward()
+        optimizer.step()
+        return policy, before
+    policy, before = step(checkpointing)
+    moved = {name for name, p in policy.lm.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if ".lora_A." in name or ".lora_B." in name}
+    assert all(p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16) for p in policy.parameters())
+    if checkpointing:
+        plain, _ = step(False)
+        assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(target_modules=["lm_head"]), "lm_head"), (dict(use_dora=True), "use_dora"), (dict(lora_dropout=0.1), "lora_dropout"), (dict(bias="all"), "bias"),
+    (dict(modules_to_save=["lm_head"]), "ties them"), (dict(target_modules=["no_such"]), "does not fit the model"), (dict(target_modules=["embed_tokens"]), "embed_tokens")])
+def test_what_head_or_server_could_not_follow_is_refused_in_a_sentence(options, words):
+    with pytest.raises(ConfigError, match=words):
+        add_adapters(tiny_lm(), peft.LoraConfig(**(dict(target_modules=["q_proj"]) | options)))
+
+
+def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():
+    config = peft.LoraConfig(r=12, rank_pattern={"q_proj": 24})
+    server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1))
+    with pytest.raises(ConfigError, match="--max-lora-rank 16, peft_config needs 24: restart it with --max-lora-rank 32"):
+        check_adapter_server(config, 4, "http://x", server)
+    server["lora_config"] = dict(max_lora_rank=32, max_loras=5)
+    with pytest.raises(ConfigError, match="restart it with --max-loras 6"):
+        check_adapter_server(config, 4, "http://x", server)
+    assert check_adapter_server(config, 3, "http://x", server)
+    assert not check_adapter_server(config, 3, "http://x", server | dict(lora_config=None))
+    assert not check_adapter_server(config, 3, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
+
+
+def test_ranks_are_rounded_up_to_those_vllm_has_buffers_for():
+    assert [served_rank(rank) for rank in (1, 2, 8, 9, 33, 257, 512)] == [1, 8, 8, 16, 64, 320, 512]
+    with pytest.raises(ConfigError, match="at most 512"):
+        served_rank(513)
+
+
+class LoraServer:
+    """Keeps the loaded names; what a request names must be loaded from its start to its end."""
+
+    def __init__(self):
+        self.loaded, self.most, self.wrong = set(), 0, []
+
+    def post(self, server, phase, path, body, optional=False):
+        if "unload" in path:
+            self.loaded.discard(body["lora_name"])
+        elif "load" in path:
+            assert (tmp := body["lora_path"]) and json.loads(open(f"{tmp}/adapter_config.json").read())
+            self.loaded.add(body["lora_name"])
+        self.most = max(self.most, len(self.loaded))
+
+
+def test_no_request_ever_names_an_adapter_that_is_not_loaded_whatever_the_latencies(tmp_path, group):
+    """Requests start under the current version and take up to ten syncs; two versions of staleness are kept."""
+    policy, server, rng = tiny_lora(), LoraServer(), random.Random(0)
+    shared = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0], restored=[0])
+    control = SimpleNamespace(urls=["http://x"], post=server.post, retries=0, patience=[0])
+    sync = WeightSync(Adapters(tiny_config(output_dir=str(tmp_path), max_staleness=2), policy, torch.float32, control, shared), control, shared)
+    naming, version, named = Naming("base", shared.adapters, shared.oldest_named), [0], []
+
+    async def request(duration):
+        with naming(version[0]) as model:
+            named.append(model)
+            for _ in range(duration):
+                server.wrong += [model] if model not in server.loaded else []
+                await asyncio.sleep(0)
+
+    async def run():
+        sync.push(0, Window())
+        tasks = []
+        for v in range(1, 31):
+            tasks += [asyncio.ensure_future(request(rng.choice([1, 2, 5, 40]))) for _ in range(3)]
+            for _ in range(4):
+                await asyncio.sleep(0)
+            sync.push(v, Window())
+            version[0] = v
+        await asyncio.gather(*tasks)
+    asyncio.run(run())
+    sync.push(31, Window())
+    assert not server.wrong and "base" not in named and len(set(named)) > 20
+    assert server.loaded == {adapter_name(v) for v in (29, 30, 31)}, "max_staleness + 1 versions stay"
+    assert 4 < server.most < 20 and shared.oldest_named.value == NEVER
+    assert len(list((tmp_path / ".vllm_lora").iterdir())) <= 5

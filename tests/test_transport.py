@@ -1,0 +1,154 @@
+"""Weights through memory: what a server process receives over a group, bit for bit, for both of vLLM's interfaces; and the buffer on one machine."""
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+import torch.distributed as dist
+from conftest import tiny_config, tiny_lm, tiny_moe
+
+import transport
+from config import ConfigError
+from metrics import Window
+from model import Policy
+from sync import Control, make_sync
+from transport import Ipc, Nccl, check_fits, cut
+from weights import gathered_weights
+
+PORTS = {"0.26.0": 8310, "0.32.0": 8311}
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Gloo:
+    """Has the one method of vLLM's communicator that is used."""
+
+    def __init__(self, address, port, world_size, device):
+        store = dist.TCPStore(address, port, world_size, True, timedelta(seconds=10))
+        self.group = dist.ProcessGroupGloo(store, 0, world_size, timedelta(seconds=4))
+
+    def broadcast(self, tensor, src, stream=None):
+        self.group.broadcast(tensor, src).wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """{version: (url, folder)} of two server processes."""
+    folder, found, processes = tmp_path_factory.mktemp("nccl"), {}, []
+    for version, port in PORTS.items():
+        (folder / version).mkdir()
+        processes.append(subprocess.Popen([sys.executable, str(Path(__file__).with_name("nccl_server.py")), str(port), version, str(folder / version)], stdin=subprocess.PIPE))
+        found[version] = (f"http://127.0.0.1:{port}", folder / version)
+    for url, _ in found.values():
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                requests.get(url + "/version", timeout=5)
+                break
+            except requests.ConnectionError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    yield found
+    for process in processes:
+        process.stdin.close()
+        process.wait(10)
+    for thread in threading.enumerate():             # one whose server refused still waits for it
+        if thread.name == "group":
+            thread.join(20)
+
+
+def synced(monkeypatch, tmp_path, policy, urls, dtype=torch.bfloat16, limit=3000):
+    monkeypatch.setattr(transport, "open_group", Gloo)
+    monkeypatch.setattr(Nccl, "limit", limit)
+    return make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend="nccl", vllm_server_timeout=20.0), policy, dtype)
+
+
+def change(policy):
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.mul_(1.1)
+
+
+@pytest.mark.parametrize("version", PORTS)
+@pytest.mark.parametrize("make", [tiny_lm, tiny_moe])
+def test_a_server_receives_every_tensor_bitwise_in_its_dtype_over_several_chunks_again_and_again(monkeypatch, tmp_path, group, servers, version, make):
+    url, folder = servers[version]
+    policy = Policy(make(), 1.0, "sdpa")
+    sync = synced(monkeypatch, tmp_path, policy, url)
+    assert sync.transport.chunks > 3
+    for number in range(3):
+        sync.push(number, Window())
+        sent, received = gathered_weights(policy, torch.bfloat16, every_name=True), torch.load(folder / f"{number}.pt")
+        assert list(received) == list(sent) and all(torch.equal(received[name], sent[name]) and received[name].dtype == torch.bfloat16 for name in sent)
+        change(policy)
+
+
+def test_the_order_is_pause_start_update_finish_reset_resume(monkeypatch, tmp_path, group, servers):
+    url, _ = servers["0.32.0"]
+    sync = synced(monkeypatch, tmp_path, Policy(tiny_lm(), 1.0, "sdpa"), url)
+    sync.push(0, Window())
+    before = len(requests.get(url + "/calls", timeout=5).json())
+    sync.push(1, Window())
+    assert requests.get(url + "/calls", timeout=5).json()[before:] == [
+        "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+@pytest.mark.parametrize("path,phase", [("/init_weight_transfer_engine", "connection"), ("/update_weights", "update"), ("/finish_weight_update", "finish"), ("/pause", "pause")])
+def test_a_failure_names_its_phase_within_the_timeout_and_the_next_run_works(monkeypatch, tmp_path, group, servers, path, phase):
+    """Also after an update that the dead run left open."""
+    url, folder = servers["0.32.0"]
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    requests.post(url + "/fail", json=dict(path=path), timeout=5)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"phase '{phase}'.*no memory left"):
+        synced(monkeypatch, tmp_path, policy, url, limit=1 << 20).push(1, Window())
+    assert time.monotonic() - started < 40
+    synced(monkeypatch, tmp_path, policy, url).push(9, Window())
+    received = torch.load(folder / "9.pt")
+    assert all(torch.equal(received[name], p.to(torch.bfloat16)) for name, p in policy.lm.named_parameters())
+    (folder / "9.pt").unlink()
+
+
+def test_two_servers_have_a_group_each_and_one_that_fails_takes_no_other_with_it(monkeypatch, tmp_path, group, servers):
+    """The tiny model fits one chunk here, so the failing one is not waited for in the middle of a broadcast."""
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    sync = synced(monkeypatch, tmp_path, policy, [url for url, _ in servers.values()])
+    sync.push(20, Window())
+    assert sync.current == [0, 1]
+    requests.post(servers["0.26.0"][0] + "/fail", json=dict(path="/finish_weight_update"), timeout=5)
+    change(policy)
+    sync.push(21, Window())
+    assert sync.current == [1] and not (servers["0.26.0"][1] / "21.pt").exists()
+    assert torch.equal(torch.load(servers["0.32.0"][1] / "21.pt")["model.norm.weight"], policy.lm.model.norm.weight.to(torch.bfloat16))
+
+
+def test_chunks_are_cut_where_vllm_cuts_and_aligned_where_asked():
+    tensors = [(name, torch.bfloat16, (n,)) for name, n in (("a", 3), ("b", 5), ("c", 40), ("d", 1), ("e", 2))]
+    chunks, largest = cut(tensors, 15, 1)
+    assert [[(name, offset) for name, _, _, offset in chunk] for chunk in chunks] == [[("a", 0), ("b", 6)], [("c", 0)], [("d", 0), ("e", 2)]] and largest == 80
+    assert [offset for _, _, _, offset in cut(tensors, 1000, 16)[0][0]] == [0, 16, 32, 112, 128]
+
+
+def test_a_shared_buffer_is_refused_beyond_this_machine_and_for_several_servers(tmp_path, group):
+    policy = Policy(tiny_lm(), 1.0, "sdpa")
+    for urls, words in (("http://10.0.0.7:8000", "10.0.0.7 is refused"), (["http://localhost:1", "http://localhost:2"], "one server")):
+        config = tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend="ipc")
+        with pytest.raises(ConfigError, match=words):
+            Ipc(config, policy, torch.float32, Control(config.server_urls, 20.0, lambda: None))
+
+
+def test_a_server_and_a_trainer_that_do_not_fit_one_gpu_are_told_by_how_much():
+    """14 bytes for each of 1.54 billion parameters are 20.1 GiB; with the buffer of 1 and 2 for activations 23.1."""
+    check_fits(1_543_714_304, free=25 * 2**30, total=80 * 2**30)
+    with pytest.raises(ConfigError, match="20.0 GiB are free.* need 23.1: .*vllm_gpu_memory_utilization lowered by 0.04"):
+        check_fits(1_543_714_304, free=20 * 2**30, total=80 * 2**30)

@@ -1,0 +1,278 @@
+"""Weights through memory: NCCL to servers on other GPUs, or a buffer shared with the server on this one."""
+import base64
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from config import Config, ConfigError
+from model import Policy
+from weights import announced, gathered, pieces
+
+Entry = tuple[str, torch.dtype, tuple[int, ...], int]        # name, dtype, shape, offset in bytes
+
+
+def cut(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], limit: int, align: int) -> tuple[list[list[Entry]], int]:
+    """(chunks of tensors laid out one after the other, bytes of the largest). A chunk ends with the tensor that takes it over `limit`, as vLLM cuts."""
+    chunks, largest, end = [[]], 0, 0
+    for name, dtype, shape in tensors:
+        if end > limit:
+            chunks.append([])
+            end = 0
+        start = -(-end // align) * align
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        chunks[-1].append((name, dtype, shape, start))
+        largest = max(largest, end)
+    return chunks, largest
+
+
+class Staging:
+    """Gathers the policy into buffers, chunk by chunk; every rank gathers, rank 0 fills."""
+
+    def __init__(self, policy: Policy, dtype: torch.dtype, limit: int, align: int, make_buffers: Callable[[int], list[Tensor]]):
+        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu")
+        per_unit = [announced(self.lm, [unit]) for unit in self.units]
+        self.unit_sizes = [len(tensors) for tensors in per_unit]
+        self.chunks, self.bytes = cut([tensor for unit in per_unit for tensor in unit], limit, align)
+        self.buffers = make_buffers(self.bytes) if dist.get_rank() == 0 else []
+
+    @torch.no_grad()
+    def gather(self, chunk: int) -> list[tuple[str, Tensor]]:
+        """The chunk's tensors on rank 0. A collective; chunks come in order, from 0."""
+        if chunk == 0:
+            self.stream, self.ready, self.found = zip(gathered(self.lm, self.units), self.unit_sizes), 0, []
+        while self.ready < len(self.chunks[chunk]):
+            tensors, size = next(self.stream)
+            self.ready += size
+            self.found += tensors.items()
+        self.ready -= len(self.chunks[chunk])
+        taken, self.found = self.found[:len(self.chunks[chunk])], self.found[len(self.chunks[chunk]):]
+        return taken
+
+    @torch.no_grad()
+    def fill(self, chunk: int, tensors: list[tuple[str, Tensor]]) -> Tensor:
+        """The buffer (bytes,) uint8 that now holds the chunk."""
+        buffer, targets = self.buffers[chunk % len(self.buffers)], []
+        for (name, dtype, shape, offset), (sent, tensor) in zip(self.chunks[chunk], tensors, strict=True):
+            assert (name, dtype, shape) == (sent, tensor.dtype, tuple(tensor.shape)), f"announced {name} {dtype} {shape}, sent {sent} {tensor.dtype} {tuple(tensor.shape)}"
+            targets.append(buffer[offset:offset + tensor.nbytes].view(dtype).view(shape))
+        torch._foreach_copy_(targets, [tensor for _, tensor in tensors])
+        return buffer[:offset + tensor.nbytes]
+
+
+class Nccl:
+    """Packed broadcasts, a communicator for each server, so that one that fails takes no other with it.
+
+    Two buffers: while one is being sent the next chunk is gathered into the other.
+    """
+
+    pauses, limit = True, 256 << 20
+
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
+        self.control, self.device = control, next(policy.parameters()).device
+        self.staging = Staging(policy, dtype, self.limit, 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
+        self.chunks = len(self.staging.chunks)
+        self.groups, self.stateful, self.streams, self.updates, self.sent = {}, {}, {}, {}, [{}, {}]        # by server; `sent`: events of each buffer
+        self.threads = ThreadPoolExecutor(len(control.urls), "update_weights")
+
+    def stage(self, chunk: int, version: int) -> Callable[[], None]:
+        tensors = self.staging.gather(chunk)
+        return lambda: self._fill(chunk, tensors)
+
+    def _fill(self, chunk: int, tensors: list[tuple[str, Tensor]]) -> None:
+        for server, event in self.sent[chunk % 2].items():
+            self._wait(server, event)
+        self.filled = self.staging.fill(chunk, tensors)
+
+    def begin(self, server: int) -> None:
+        """Open the group at the first sync, announce what comes, and let the server wait for it in a thread."""
+        if server not in self.groups:
+            self._connect(server)
+        if not self.control.try_once(server, "/start_weight_update", dict(is_checkpoint_format=True)):
+            self.control.try_once(server, "/finish_weight_update")                       # left open by a run that died
+            self.control.post(server, "start", "/start_weight_update", dict(is_checkpoint_format=True))
+        entries = [entry for chunk in self.staging.chunks for entry in chunk]
+        info = dict(names=[name for name, *_ in entries], dtype_names=[str(dtype).removeprefix("torch.") for _, dtype, *_ in entries],
+                    shapes=[list(shape) for _, _, shape, _ in entries])
+        if not self.stateful[server]:
+            info |= self._packing()
+        self.updates[server] = self.threads.submit(self.control.post, server, "update", "/update_weights", dict(update_info=info))
+
+    def send(self, server: int, chunk: int) -> None:
+        if self.updates[server].done():
+            self._result(server)                 # it has failed: nobody would receive this
+        try:
+            self._broadcast(server, chunk)
+        except RuntimeError as error:
+            if self.updates[server].done():
+                self._result(server)             # what the server says tells more
+            self._forget(server)
+            raise RuntimeError(f"weight sync failed in its phase 'transfer' at {self.control.urls[server]} ({error}).") from error
+
+    def _broadcast(self, server: int, chunk: int) -> None:
+        if self.device.type != "cuda":
+            return self.groups[server].broadcast(self.filled, src=0)
+        with torch.cuda.device(self.device):
+            stream = self.streams.setdefault(server, torch.cuda.Stream())
+            stream.wait_stream(torch.cuda.current_stream())
+            self.groups[server].broadcast(self.filled, src=0, stream=stream)
+            self.sent[chunk % 2][server] = stream.record_event()
+
+    def finish(self, server: int, version: int) -> None:
+        self._result(server)
+        for events in self.sent:
+            if server in events:
+                self._wait(server, events[server])
+        self.control.post(server, "finish", "/finish_weight_update", dict(weight_version=str(version)))
+
+    def clean(self, version: int) -> None:
+        pass
+
+    def _result(self, server: int) -> None:
+        try:
+            self.updates[server].result()
+        except RuntimeError:
+            self._forget(server)
+            raise
+
+    def _forget(self, server: int) -> None:
+        """A group that stopped half way through a collective is of no use: the next sync opens another."""
+        self.groups.pop(server, None)
+        for events in self.sent:
+            events.pop(server, None)
+
+    def _wait(self, server: int, event) -> None:
+        """NCCL itself never gives up."""
+        deadline = time.monotonic() + self.control.timeout
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"weight sync failed in its phase 'transfer' at {self.control.urls[server]} (not received in {self.control.timeout:.0f} s).")
+            if self.updates[server].done():
+                self._result(server)
+            time.sleep(0.0002)
+
+    def _packing(self) -> dict:
+        return dict(packed=True, packed_buffer_size_bytes=self.limit, packed_num_buffers=2)
+
+    def _connect(self, server: int) -> None:
+        """Both ends of a group must enter at once; ours waits in a thread, so that what the server says is heard."""
+        world = self.control.reply(server, "/get_world_size").json()["world_size"] + 1
+        major, minor = map(int, re.match(r"(\d+)\.(\d+)", self.control.reply(server, "/version").json()["version"]).groups())
+        self.stateful[server] = (major, minor) >= (0, 28)      # since then packing is agreed on once, not at each update
+        self.control.try_once(server, "/shutdown_weight_transfer_engine")                # of a run before this one
+        address, opened = own_address(self.control.urls[server]), {}
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, world, self.device)), daemon=True, name="group")
+        thread.start()
+        info = dict(master_address=address, master_port=port, rank_offset=1, world_size=world)
+        self.control.post(server, "connection", "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {})))
+        thread.join(60)
+        if "group" not in opened:
+            raise RuntimeError(f"weight sync failed in its phase 'connection' at {self.control.urls[server]} (no NCCL group with it at {address}:{port}).")
+        self.groups[server] = opened["group"]
+
+
+def own_address(url: str) -> str:
+    """The address under which the machine of `url` reaches this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((urlparse(url).hostname, 9))               # sends nothing
+        return probe.getsockname()[0]
+
+
+def open_group(address: str, port: int, world_size: int, device: torch.device):
+    """Rank 0 of the NCCL group that a server's workers enter; has `broadcast(tensor, src, stream)`."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    return PyNcclCommunicator(StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size), device=device)
+
+
+def check_fits(trained: int, free: int, total: int) -> None:
+    """Raise ConfigError unless the memory (bytes) that server and weights leave holds what a step of `trained` parameters keeps, and some activations."""
+    gib, activations = 2**30, 2 << 30
+    needed = 14 * trained + min(2 * trained, Ipc.limit) + activations       # AdamW 8, gradients 4, bf16 copies 2 bytes each; the buffer
+    if free < needed:
+        raise ConfigError(f"server and trainer do not fit this GPU of {total / gib:.1f} GiB: {free / gib:.1f} GiB are free, optimizer, gradients, bf16 copies and buffer "
+                          f"need {needed / gib:.1f}: start the server with vllm_gpu_memory_utilization lowered by {(needed - free) / total:.2f}, or train adapters (peft_config).")
+
+
+class Ipc:
+    """One buffer that the server on this GPU (or, without one, on this machine) has mapped; vllm_worker.py takes the weights out of it."""
+
+    pauses, limit = True, 1 << 30
+
+    def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
+        hosts = [urlparse(url).hostname for url in control.urls]
+        if len(hosts) > 1 or dist.get_world_size() > 1:
+            raise ConfigError("weight_sync_backend=ipc is for one trainer rank and one server on the same GPU: use nccl or disk for more.")
+        if hosts[0] not in ("localhost", "127.0.0.1", "::1"):
+            raise ConfigError(f"weight_sync_backend=ipc shares memory of this machine, and hands out its handles over HTTP: {hosts[0]} is refused, "
+                              "let the server listen on 127.0.0.1 and correct vllm_server_base_url.")
+        self.control, self.device = control, next(policy.parameters()).device
+        if self.device.type == "cuda":
+            check_fits(sum(p.numel() for p in policy.parameters() if p.requires_grad), *torch.cuda.mem_get_info(self.device))
+        self.staging = Staging(policy, dtype, self.limit, 16, self._buffers)
+        self.chunks, self.learnt = len(self.staging.chunks), False
+        layout = [[[name, str(dtype).removeprefix("torch."), list(shape), offset] for name, dtype, shape, offset in chunk] for chunk in self.staging.chunks]
+        try:
+            self._call("attach", "attach_weights", buffer=self.handle, chunks=layout)
+        except RuntimeError as error:
+            raise ConfigError(f"weight_sync_backend=ipc: {error} If the server has no such method, restart it with: python serve.py <this config>") from None
+        if self.device.type == "cpu":
+            os.unlink(self.handle["file"])       # both have it mapped: it goes with the last of them
+
+    def _buffers(self, size: int) -> list[Tensor]:
+        if self.device.type == "cpu":
+            path = f"/dev/shm/weights_{os.getpid()}"
+            buffer, self.handle = torch.from_file(path, shared=True, size=size, dtype=torch.uint8), dict(file=path, bytes=size)
+            return [buffer]
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        _, (*_, handle, storage_bytes, offset, _, counter, counter_offset, event, event_sync) = reduce_tensor(buffer)
+        text = {name: base64.b64encode(value).decode() for name, value in dict(handle=handle, counter=counter, event=event).items()}
+        self.handle = dict(bytes=size, storage_bytes=storage_bytes, storage_offset=offset, counter_offset=counter_offset, event_sync=event_sync,
+                           gpu=str(torch.cuda.get_device_properties(self.device).uuid), **text)
+        return [buffer]
+
+    def _call(self, phase: str, method: str, **arguments) -> str:
+        return self.control.post(0, phase, "/collective_rpc", dict(method=method, kwargs=arguments))
+
+    def stage(self, chunk: int, version: int) -> Callable[[], None]:
+        tensors = self.staging.gather(chunk)
+        return lambda: self._fill(chunk, tensors)
+
+    def _fill(self, chunk: int, tensors: list[tuple[str, Tensor]]) -> None:
+        self.staging.fill(chunk, tensors)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def begin(self, server: int) -> None:
+        pass
+
+    def send(self, server: int, chunk: int) -> None:
+        self._call("load", "load_weights_chunk", chunk=chunk)
+
+    def finish(self, server: int, version: int) -> None:
+        if not self.learnt:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Once, after the first whole load: with the same chunks in the buffer again the server finds out where each tensor goes."""
+        for chunk in range(self.chunks):
+            self._fill(chunk, self.staging.gather(chunk))
+            reply = self._call("copy plan", "learn_weights_chunk", chunk=chunk)
+        self.learnt = True
+        reason = re.search(r'"reason":"((?:[^"\\]|\\.)*)"', reply)
+        print(f"the server reloads the weights tensor by tensor: {reason[1]}" if reason else "the server takes the weights by its copy plan", flush=True)
+
+    def clean(self, version: int) -> None:
+        pass
