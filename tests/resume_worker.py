@@ -46,6 +46,9 @@ def run(argv):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    states = [run(argv) for argv in json.loads(Path(sys.argv[1]).read_text())]
+    states = []
+    for attempt, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)     # keys of its own in torchrun's store: else ranks may meet in the run before
+        states.append(run(argv))
     if os.environ["RANK"] == "0":
         torch.save(states, sys.argv[2])
