@@ -16,7 +16,7 @@ RESERVED = ("reset", "get_reward")
 class EnvironmentPool:
     """Instances of the config's environments. One belongs to one rollout, then to the next; it is reset in between, whatever happened."""
 
-    def __init__(self, factory: Callable | dict[str, Callable] | None, metrics: Window):
+    def __init__(self, factory: Callable | dict[str, Callable] | None, metrics: Callable[[], Window]):
         self.factories = factory if isinstance(factory, dict) else {None: factory} if factory else {}
         self.idle: dict[str | None, list] = {name: [] for name in self.factories}
         self.metrics = metrics
@@ -47,7 +47,7 @@ class EnvironmentPool:
             started = time.monotonic()
             columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
             task = await call_function(env.reset, columns)
-            self.metrics.add("env/reset_s", time.monotonic() - started)
+            self.metrics().add("env/reset_s", time.monotonic() - started)
             add_task(prompt, task, type(env).__name__)
             yield env
         finally:
@@ -59,7 +59,7 @@ class EnvironmentPool:
             return None
         started = time.monotonic()
         value = await call_function(env.get_reward, {})
-        self.metrics.add("env/reward_s", time.monotonic() - started)
+        self.metrics().add("env/reward_s", time.monotonic() - started)
         if value is not None and not math.isfinite(value := float(value)):
             raise ConfigError(f"{type(env).__name__}.get_reward returned {value}: return a finite number, or None for no reward.")
         return type(env), math.nan if value is None else value
