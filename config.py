@@ -43,7 +43,6 @@ class Config:
     chat_template_kwargs: dict | None = None
     max_tool_calling_iterations: int | None = None       # turns whose calls are run; None: no limit
     tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
-    tool_parser: typing.Any = None                # name in tool_parsers.PARSERS, or a callable; None: the one that reads the chat template's own call
 
     # The vLLM server
     vllm_server_base_url: str | list = "http://localhost:8000"      # several: a list, or with commas between

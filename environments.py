@@ -14,7 +14,10 @@ RESERVED = ("reset", "get_reward")
 
 
 class EnvironmentPool:
-    """Instances of the config's environments. One belongs to one rollout, then to the next; it is reset in between, whatever happened."""
+    """Instances of the config's environments. One belongs to one rollout, then to the next; it is reset in between, whatever happened.
+
+    One whose reset raises is dropped: back in the pool it would be lent first again, and fail every rollout that waits.
+    """
 
     def __init__(self, factory: Callable | dict[str, Callable] | None, metrics: Callable[[], Window]):
         self.factories = factory if isinstance(factory, dict) else {None: factory} if factory else {}
@@ -43,26 +46,27 @@ class EnvironmentPool:
         name = None if None in self.factories else row["environment"]
         idle = self.idle[name]
         env = idle.pop() if idle else await call_function(self.factories[name], {})
+        started = time.monotonic()
+        columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
+        task = await call_function(env.reset, columns)
+        self.metrics().add("env/reset_s", time.monotonic() - started)
         try:
-            started = time.monotonic()
-            columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
-            task = await call_function(env.reset, columns)
-            self.metrics().add("env/reset_s", time.monotonic() - started)
             add_task(prompt, task, type(env).__name__)
             yield env
         finally:
             idle.append(env)
 
     async def reward(self, env) -> tuple[type, float] | None:
-        """The environment's class and its own reward of the rollout just over; None where it has none. NaN for None."""
+        """The environment's class and its own reward of the rollout just over; None where it has none. NaN, or None, is no reward: NaN."""
         if not hasattr(env, "get_reward"):
             return None
         started = time.monotonic()
         value = await call_function(env.get_reward, {})
         self.metrics().add("env/reward_s", time.monotonic() - started)
-        if value is not None and not math.isfinite(value := float(value)):
+        value = math.nan if value is None else float(value)
+        if math.isinf(value):
             raise ConfigError(f"{type(env).__name__}.get_reward returned {value}: return a finite number, or None for no reward.")
-        return type(env), math.nan if value is None else value
+        return type(env), value
 
 
 def public_methods(env) -> list[Callable]:

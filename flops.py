@@ -17,7 +17,8 @@ PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_vl_text")
 EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")     # Gated DeltaNet layers; the others' attention has an output gate
 # Dense FLOP/s of the data sheets, without sparsity; the first name among the words of the device's is taken. Half precisions share one number.
-PEAKS = {"B200": dict(half=2250e12, tf32=1120e12), "H200": dict(half=989e12, tf32=494e12, float32=67e12), "H100 PCIe": dict(half=756e12, tf32=378e12),
+PEAKS = {"B200": dict(half=2250e12, tf32=1120e12), "H200 NVL": dict(half=835e12, tf32=417e12, float32=60e12),
+         "H200": dict(half=989e12, tf32=494e12, float32=67e12), "H100 PCIe": dict(half=756e12, tf32=378e12),
          "H100 NVL": dict(half=835e12, tf32=417e12), "H100": dict(half=989e12, tf32=494e12, float32=67e12), "H800": dict(half=989e12),
          "H20": dict(half=148e12), "GH200": dict(half=989e12, tf32=494e12), "GB200": dict(half=2500e12), "A100": dict(half=312e12, tf32=156e12, float32=19.5e12),
          "A800": dict(half=312e12, tf32=156e12, float32=19.5e12), "L40S": dict(half=362e12, tf32=183e12), "MI300X": dict(half=1307e12),

@@ -5,6 +5,7 @@
 """
 import json
 import math
+import re
 import sys
 import time
 from functools import cache
@@ -121,7 +122,7 @@ class Logger:
         metrics = metrics | self.verdict.judge(step, metrics)
         clean = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in metrics.items()}
         self._write(self.file, {"step": step, "time_s": round(time.time() - self.started, 3), **clean})
-        self.records.append({name: clean[name] for name in SUMMARISED if name in clean})
+        self.records.append({name: value for name, value in clean.items() if SUMMARISED.fullmatch(name)})
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(short_verdict(clean), refresh=False)
         line = console_line(step, clean)
@@ -167,7 +168,7 @@ class Logger:
             self.board.close()
 
 
-SUMMARISED = ("reward", "reward_kept", "reward_dropped", "frac_reward_zero_std")
+SUMMARISED = re.compile("reward|reward_kept|reward_dropped|frac_reward_zero_std|rewards/.*/mean")
 
 
 def short_verdict(metrics: dict) -> str:
@@ -193,13 +194,14 @@ def print_completions(step: int, table: list[dict], limit: int | None) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         for row in rows:
             print(f"  reward {row['reward']:.3f}  advantage {row['advantage']:+.3f}  {row['completion']!r}")
         return
     view = Table("prompt", "completion", "reward", "advantage", title=f"step {step}")
     for row in rows:
-        view.add_row(row["prompt"], row["completion"], f"{row['reward']:.3f}", f"{row['advantage']:+.3f}")
+        view.add_row(Text(str(row["prompt"])), Text(str(row["completion"])), f"{row['reward']:.3f}", f"{row['advantage']:+.3f}")
     Console().print(view)
 
 

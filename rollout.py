@@ -320,7 +320,7 @@ class AsyncRolloutLoop:
                     self.metrics.add("rollout/duration_s", time.monotonic() - started)
         except ConfigError:
             raise
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:       # the last three would end more than the rollout
             if asyncio.current_task().cancelling():
                 raise
             self.metrics.add("rollout/failed_count", 1)

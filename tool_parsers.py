@@ -5,6 +5,7 @@ returns the text that is not a call, and the calls in order. What begins like a 
 that the model reads what it did wrong: nothing is guessed and nothing is lost.
 """
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,10 +35,20 @@ def call_of(value, key: str = "arguments") -> Call:
     return Call(value["name"], arguments)
 
 
+def _finite(text: str) -> float:
+    """ValueError for NaN, Infinity and what overflows to it, which JSON does not know."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)       # models write newlines inside strings
+
+
 def _json(text: str):
     """The decoded value, or the decoding error itself, which no JSON value is."""
     try:
-        return json.loads(text, strict=False)        # models write newlines inside strings
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as error:    # a ValueError too for a number of thousands of digits
         return error
 
@@ -63,10 +74,10 @@ def parse_hermes(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
 def parse_llama3_json(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
     """Llama 3: the whole reply is {"name": …, "parameters": {…}}, several with ; between, <|python_tag|> before them or not."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    marked, values, decoder, at = body != text.strip(), [], json.JSONDecoder(strict=False), 0
+    marked, values, at = body != text.strip(), [], 0
     while at < len(body):
         try:
-            value, at = decoder.raw_decode(body, at)
+            value, at = DECODER.raw_decode(body, at)
         except (ValueError, RecursionError) as error:
             begun = marked or values or re.match(r'\{\s*"(name|type)"', body)
             return ("", [*values, Call(None, error=f"the tool call is not valid JSON ({error}): {body[at:at + 200]}")]) if begun else (text, [])
@@ -104,6 +115,15 @@ def parse_deepseek(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
     return content.strip(), calls
 
 
+def _typed(text: str, kind: str | list[str] | None):
+    """The value that a parameter's text stands for by its schema's type, or several, or none (anything); the decoding error where it may not be text."""
+    if kind == "string":
+        return text
+    lower = text.strip().lower()                     # models write Python's True
+    value = _json(lower if "boolean" in (kind or ()) and lower in ("true", "false") else text)
+    return text if isinstance(value, Exception) and (kind is None or "string" in kind) else value
+
+
 def parse_qwen3_coder(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
     """Qwen3-Coder, Qwen 3.5: <tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>; values by the schema's types."""
     kinds = {s["function"]["name"]: {k: p.get("type") for k, p in s["function"]["parameters"]["properties"].items()} for s in schemas}
@@ -116,7 +136,7 @@ def parse_qwen3_coder(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
         name, arguments, error = function[1].strip(), {}, None
         for key, value in re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", function[2], re.DOTALL):
             value = value.removeprefix("\n").removesuffix("\n")
-            decoded = value if kinds.get(name, {}).get(key.strip(), "string") == "string" else _json(value)
+            decoded = _typed(value, kinds.get(name, {}).get(key.strip(), "string"))
             if isinstance(decoded, Exception):
                 error = f"the parameter {key.strip()} must be {kinds[name][key.strip()]}, not {value[:200]}"
             arguments[key.strip()] = decoded

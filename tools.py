@@ -51,7 +51,8 @@ class Chat:
     def __init__(self, tokenizer, template_kwargs: dict | None, tools: list[Callable], eos_token_ids: list[int], parser=None):
         self.tokenizer, self.eos_token_ids, self.schemas = tokenizer, eos_token_ids, [tool_schema(tool) for tool in tools]
         self.kwargs, self.known = dict(template_kwargs or {}, tools=self.schemas), {}
-        self.encode_turn = lru_cache(4096)(lambda text: tokenizer(valid(text), add_special_tokens=False)["input_ids"])
+        # rollouts × turns × 2 texts: 4096 made 128 conversations at once that are rendered anew cost the square of their turns again
+        self.encode_turn = lru_cache(1 << 15)(lambda text: tokenizer(valid(text), add_special_tokens=False)["input_ids"])
         self.ends = re.compile("|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(eos_token_ids)))
         self.probe = Call(self.schemas[0]["function"]["name"], dict(probe="value"))
         written = self._probe_calls()
@@ -94,7 +95,7 @@ class Chat:
     def _text(self, messages: list[dict], generate: bool = False) -> str:
         if self.arguments_as_text:
             messages = json.loads(json.dumps(messages))
-            for call in (call for message in messages for call in message.get("tool_calls", [])):
+            for call in (call for message in messages for call in message.get("tool_calls") or []):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **self.kwargs)
 
@@ -178,10 +179,10 @@ def ended(output_ids: list[int], eos_token_ids: list[int]) -> bool:
 async def run_call(call: Call, tools: dict[str, Callable], metrics: Window) -> tuple[str, bool]:
     """What the model reads as the call's result, and whether the call failed; whatever a tool raises is text."""
     known, started = call.name in tools, time.monotonic()
-    metrics.add("tools/unknown_name_count", call.name is not None and not known)
+    metrics.add("tools/unknown_name_count", int(call.name is not None and not known))
     text, failed = await _result_of(call, tools)
     if known:
-        metrics.add_all({f"tools/{call.name}/call_count": 1, f"tools/{call.name}/failure_count": failed})
+        metrics.add_all({f"tools/{call.name}/call_count": 1, f"tools/{call.name}/failure_count": int(failed)})
     if known and not call.error:
         metrics.add_all({"tools/latency_s": time.monotonic() - started, f"tools/{call.name}/latency_s": time.monotonic() - started})
     return text, failed

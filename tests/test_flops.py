@@ -78,7 +78,7 @@ def test_a_packed_row_counts_shared_tokens_once_the_head_at_its_terms_and_each_p
 
 
 @pytest.mark.parametrize("device,dtype,tf32,peak", [
-    ("NVIDIA H200", "bfloat16", False, 989e12), ("NVIDIA H100 80GB HBM3", "float16", False, 989e12), ("NVIDIA H100 PCIe", "bfloat16", False, 756e12),
+    ("NVIDIA H200 NVL", "bfloat16", False, 835e12), ("NVIDIA H200", "bfloat16", False, 989e12), ("NVIDIA H100 80GB HBM3", "float16", False, 989e12), ("NVIDIA H100 PCIe", "bfloat16", False, 756e12),
     ("NVIDIA A100-SXM4-80GB", "float32", True, 156e12), ("NVIDIA A100-SXM4-80GB", "float32", False, 19.5e12), ("NVIDIA B200", "bfloat16", True, 2250e12),
     ("NVIDIA H20", "bfloat16", False, 148e12), ("NVIDIA H20", "float32", False, None), ("cpu", "bfloat16", False, None), ("NVIDIA RTX A1000", "bfloat16", False, None)])
 def test_peaks_are_those_of_the_device_and_the_precision_or_unknown(device, dtype, tf32, peak):

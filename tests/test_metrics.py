@@ -18,7 +18,7 @@ from wandb.proto import wandb_internal_pb2
 
 import glossary
 from config import ConfigError
-from metrics import Logger, Window, names_table, rule
+from metrics import Logger, Window, names_table, print_completions, rule
 from train import speed
 
 
@@ -216,6 +216,13 @@ def test_completions_are_kept_with_their_step_and_an_unscored_one_as_null(tmp_pa
     logger.log(3, {"reward": 0.5}, [dict(prompt="1+1?", completion="2", reward=1.0, advantage=0.5), dict(prompt="1+1?", completion="3", reward=math.nan, advantage=0.0)])
     logger.close()
     assert [(line["step"], line["completion"], line["reward"]) for line in lines(tmp_path / "completions.jsonl")] == [(3, "2", 1.0), (3, "3", None)]
+
+
+def test_a_completion_that_looks_like_markup_and_a_prompt_of_parts_are_printed_as_they_are(capsys):
+    pytest.importorskip("rich")
+    print_completions(1, [dict(prompt=[dict(type="text", text="1+1?")], completion="[INST]2[/INST]", reward=1.0, advantage=0.5)], None)
+    out = capsys.readouterr().out
+    assert "[INST]2[/INST]" in out and "1+1?" in out
 
 
 # Every name: the specification's, and where each is to be seen

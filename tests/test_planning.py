@@ -317,15 +317,27 @@ def test_what_is_drawn_ahead_is_consumed_when_the_loop_asks_and_then_at_once(mak
 
 # How it ends
 
-def test_an_oversize_prompt_raises_in_the_waiting_loop_as_itself_from_where_it_happened(make_feed):
+def test_what_planning_raises_is_raised_in_the_waiting_loop_as_itself_from_where_it_happened(make_feed, monkeypatch):
+    def refuse(samples, *_):
+        raise ConfigError(f"no row for {len(next(samples).input_ids)} tokens")
+    monkeypatch.setattr(planning, "plan_micro_batch", refuse)
     feed = make_feed()
     plan_ahead(feed)
-    threading.Timer(0.3, put, (feed, [make_sample(np.arange(70) % 37, 65)])).start()
+    threading.Timer(0.3, put, (feed, [sized(30, 0)])).start()
     started = time.monotonic()
-    with pytest.raises(ConfigError, match="a prompt of 65 tokens leaves no room in token_budget=60") as caught:
+    with pytest.raises(ConfigError, match="no row for 30 tokens") as caught:
         feed.next_plan()
     assert time.monotonic() - started < 2
-    assert {"plan_steps", "oversize", "next_plan"} <= {frame.name for frame in traceback.extract_tb(caught.tb)}
+    assert {"plan_steps", "refuse", "next_plan"} <= {frame.name for frame in traceback.extract_tb(caught.tb)}
+
+
+def test_a_sample_whose_first_trained_token_is_beyond_the_budget_is_dropped_and_counted_like_any_other(make_feed, capsys):
+    """A prompt of 65 tokens, and a forked later turn after 62 of them; what comes after is trained."""
+    first, later = make_sample(np.arange(70) % 37, 65, group_id=0), make_sample(np.arange(90) % 37, 62, group_id=1)
+    feed = make_feed([first, sized(BUDGET, 1), later, sized(BUDGET, 2), None])
+    plan_ahead(feed)
+    assert [plan.last_group for plan in taken(feed)] == [1, 2] and feed.window.result()["batch/dropped_oversize_count"] == 2
+    assert capsys.readouterr().out.count("raise token_budget=60 to train on it") == 2
 
 
 def test_an_oversize_sample_is_dropped_and_counted_in_the_step_it_was_drawn_for(make_feed):

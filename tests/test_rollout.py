@@ -584,7 +584,7 @@ def failing(*which, error=RuntimeError):
 
 
 @pytest.mark.parametrize("k", range(4))
-@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, asyncio.TimeoutError])
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, asyncio.TimeoutError, SystemExit, KeyboardInterrupt])
 def test_a_rollout_that_fails_is_left_out_counted_and_its_group_scored_from_the_others(server, k, error, capsys):
     """A CancelledError that leaks from a tool's time-out is a failure too, not the end of the process."""
     out = drive(server, rows(3), failing(k, error=error), reward_funcs=lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids])

@@ -169,12 +169,11 @@ def test_two_ranks_train_an_epoch_sync_and_save_like_one(tmp_path, tiny_folder):
     assert {name: tensor.shape for name, tensor in before.items()} == {name: tensor.shape for name, tensor in after.items()}
 
 
-@pytest.mark.parametrize("more,failing,words", [
-    ("max_steps=2", ("/collective_rpc",), "phase 'reload'"), ("max_steps=2, token_budget=16", (), "leaves no room in token_budget=16")])
-def test_when_rank_0_fails_the_other_rank_does_not_wait_for_it(tmp_path, tiny_folder, more, failing, words):
+@pytest.mark.parametrize("factor,failing,words", [("1", ("/collective_rpc",), "phase 'reload'"), ("(1 / 0)", (), "ZeroDivisionError")])
+def test_when_rank_0_fails_the_other_rank_does_not_wait_for_it(tmp_path, tiny_folder, factor, failing, words):
     with FakeVllm(keep=False, failing=failing, model=tiny_folder) as server:
         started = time.monotonic()
-        done, _ = run(tmp_path, server, more=more, ranks=2)
+        done, _ = run(tmp_path, server, factor, ranks=2)
     assert done.returncode != 0 and words in done.stderr and time.monotonic() - started < 60
 
 
@@ -204,10 +203,10 @@ def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, 
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
 
 
-def test_a_budget_below_the_prompt_is_a_sentence(tmp_path, tiny_folder):
+def test_under_a_budget_below_the_prompt_every_sample_is_dropped_with_a_warning_and_the_run_ends_in_a_sentence(tmp_path, tiny_folder):
     with FakeVllm(keep=False, model=tiny_folder) as server:
-        done, _ = run(tmp_path, server, more="max_steps=2, token_budget=16")
-    assert done.returncode == 2 and "leaves no room in token_budget=16" in done.stderr
+        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, token_budget=16")
+    assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and done.stdout.count("raise token_budget=16 to train on it") == 8
 
 
 def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path, tiny_folder):

@@ -185,6 +185,23 @@ def test_rendering_a_long_conversation_costs_what_each_turn_adds(chat, tokenizer
     assert max(encoded[1:]) < 300 and sum(encoded) < 40 * 300 < len(tokenizer.decode(prompt)) * 2
 
 
+def test_128_conversations_at_once_that_are_rendered_anew_are_encoded_once(tokenizer):
+    one = Chat(tokenizer, None, [add], [END], "hermes")
+    before, texts = one.encode_turn.cache_info().misses, [""] * 128
+    for turn in range(20):
+        for c in range(128):
+            texts[c] += f"say {c} {turn}<|im_end|>hear {c} {turn}<|im_end|>"
+            one._encode(texts[c])
+    assert one.encode_turn.cache_info().misses - before <= 128 * 20 * 3
+
+
+def test_tool_calls_of_none_are_none_where_arguments_are_text(chat):
+    mistral = chat("MISTRAL")
+    mistral.arguments_as_text = True
+    said = dict(role="assistant", content="x")
+    assert mistral._text([*ASKED, said | dict(tool_calls=None)]) == mistral._text([*ASKED, said])
+
+
 def test_a_tokenizer_that_marks_word_starts_marks_none_where_a_conversation_goes_on():
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -269,7 +286,7 @@ def test_calls_are_read_in_every_format_in_their_order(name, text, content, call
 
 BODIES = ["{}", '{"name": null}', '{"arguments": {}}', '{"name": 3, "arguments": {}}', '{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": 7}',
           '{"name": "add", "arguments": null}', '{"name": "add", "arguments": "string"}', "[]", "null", '{"name": "add", "arguments": {"a": 1,, "b": 2}}',
-          '{"name": "add", "arguments": {"a": 1', "", "[" * 100_000, '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}"]
+          '{"name": "add", "arguments": {"a": 1', "", *('{"name": "add", "arguments": {"a": 1, "b": %s}}' % number for number in ("NaN", "Infinity", "-Infinity", "1e999")), "[" * 100_000, '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}"]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
@@ -282,10 +299,20 @@ def test_a_malformed_call_is_a_call_with_an_error_and_a_good_one_beside_it_stays
     ("llama3_json", '<|python_tag|>{"name": "add", "para'), ("llama3_json", '{"name": "add", "para'), ("mistral", '[TOOL_CALLS][{"name": "add"'),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1'), ("mistral", "[TOOL_CALLS]"), ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>"),
     ("deepseek", "<｜tool▁call▁begin｜>"), ("qwen3_coder", "<tool_call>add(1, 2)</tool_call>"), ("json", '```json\n{"name": "add", \n```'),
-    ("qwen3_coder", "<tool_call><function=add><parameter=a>one</parameter></function></tool_call>")])
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>one</parameter></function></tool_call>"),
+    ("llama3_json", '{"name": "add", "parameters": {"a": NaN, "b": 1}}'), ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1e999}')])
 def test_in_every_format_a_malformed_call_is_told_so_and_none_is_guessed(name, text):
     _, calls = PARSERS[name](text, SCHEMAS)
     assert len(calls) == 1 and calls[0].error and calls[0].arguments == {}
+
+
+@pytest.mark.parametrize("kind, text, value", [
+    (None, "plain words", "plain words"), (None, "[1, 2]", [1, 2]), (["integer", "string"], "12", 12), (["integer", "string"], "twelve", "twelve"), ("string", "12", "12"),
+    ("boolean", "True", True), ("boolean", "FALSE", False), (["boolean", "string"], "False", False), ("array", "[True]", None), ("integer", "True", None)])
+def test_a_qwen3_coder_parameter_that_may_be_text_is_text_where_it_is_no_json_and_a_boolean_is_read_in_any_case(kind, text, value):
+    schema = dict(function=dict(name="f", parameters=dict(properties=dict(x=dict(type=kind) if kind else {}))))
+    call, = PARSERS["qwen3_coder"](f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>", [schema])[1]
+    assert call.error if value is None else (call.error, call.arguments) == (None, dict(x=value))
 
 
 def test_a_call_that_is_only_thought_about_is_none(chat, encode):
@@ -371,6 +398,8 @@ def test_calls_failures_and_unknown_names_are_counted_by_tool():
     assert {name: values[f"tools/{name}"] for name in ("add/call_count", "add/failure_count", "async_negate/call_count", "async_negate/failure_count",
                                                        "unknown_name_count")} == {
         "add/call_count": 3, "add/failure_count": 2, "async_negate/call_count": 1, "async_negate/failure_count": 0, "unknown_name_count": 1}
+    asyncio.run(run_call(Call("add", dict(a=1, b=2)), dict(add=add), window))
+    assert all(type(value) is not bool for value in window.result().values()), "one call alone: false is no count in JSON"
     assert {"tools/latency_s", "tools/add/latency_s", "tools/async_negate/latency_s"} <= values.keys() and not any("sub" in name for name in values)
 
 

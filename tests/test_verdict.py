@@ -176,6 +176,15 @@ def test_saturation_is_read_against_the_range_of_the_reward():
     assert saturation(stuck, (-1, 1))[0].startswith("stuck") and saturation(stuck, (-4, -0.5))[0].startswith("saturating")
 
 
+@pytest.mark.parametrize("a,b,reward,diagnosis", [
+    ([0.5, 0.0], [0.5, 1.0], 1.0, "a mix"), ([0.9, 1.0], [0.9, 1.0], 2.0, "saturating"), ([0.9, 1.0], [-0.2, 0.0], 1.0, "saturating"),
+    ([1.0, 1.0], [1.0, 1.0], 1.0, "saturating")], ids=["one of two is always right", "both are", "the other is a penalty", "each has rollouts of its own"])
+def test_the_top_of_a_sum_of_rewards_is_the_number_of_those_that_add_up_to_it(a, b, reward, diagnosis):
+    means = {f"rewards__{name}__mean": values for name, values in dict(a=a, b=b).items()}
+    both = history(frac_reward_zero_std=[0.9, 0.9], reward_dropped=[reward] * 2, reward=[reward] * 2, **means)
+    assert saturation(both)[0].startswith(diagnosis)
+
+
 @pytest.mark.parametrize("diagnosis,repeated,entropy", [
     ("healthy", [0.02, 0.03, 0.02], [1.0, 1.0, 1.0]), ("sampling is no longer random", [0.0, 0.875, 0.875], [1.0, 1.0, 1.0]),
     ("collapse", [0.0, 0.1, 0.3], [1.0, 0.6, 0.3]), ("some rollouts repeat", [0.2, 0.2, 0.2], [1.0, 1.0, 1.0])])
