@@ -83,18 +83,23 @@ def peft_state(lm: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def save_adapter(lm: nn.Module, peft_config, folder: Path, dtype: torch.dtype, base_model: str) -> None:
-    """The adapters as a folder that `PeftModel.from_pretrained` and vLLM load; it appears whole. A collective, and rank 0 writes."""
+    """The adapters as `write_adapter` writes them. A collective, and rank 0 writes."""
     state = peft_state(lm, dtype)
     if dist.get_rank() == 0:
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(state, partial / "adapter_model.safetensors", metadata=dict(format="pt"))
-        peft_config.save_pretrained(partial)
-        described = json.loads((partial / "adapter_config.json").read_text())
-        (partial / "adapter_config.json").write_text(json.dumps(described | dict(base_model_name_or_path=base_model, inference_mode=True), indent=2))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        write_adapter(state, peft_config, folder, base_model)
+
+
+def write_adapter(state: dict[str, Tensor], peft_config, folder: Path, base_model: str) -> None:
+    """A folder that `PeftModel.from_pretrained` and vLLM load; it appears whole."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(state, partial / "adapter_model.safetensors", metadata=dict(format="pt"))
+    peft_config.save_pretrained(partial)
+    described = json.loads((partial / "adapter_config.json").read_text())
+    (partial / "adapter_config.json").write_text(json.dumps(described | dict(base_model_name_or_path=base_model, inference_mode=True), indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def served_rank(rank: int) -> int:
@@ -106,6 +111,11 @@ def served_rank(rank: int) -> int:
 
 def largest_rank(peft_config) -> int:
     return max([peft_config.r, *peft_config.rank_pattern.values()])
+
+
+def versions_kept(max_staleness: int) -> int:
+    """At least two: until a new one is proven, requests name the one before it."""
+    return max(max_staleness, 1) + 1
 
 
 def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict) -> bool:
@@ -122,9 +132,10 @@ def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config:
     if lora["max_lora_rank"] < rank:
         raise ConfigError(f"the server at {url} has --max-lora-rank {lora['max_lora_rank']}, peft_config needs {rank}: "
                           f"restart it with --max-lora-rank {served_rank(rank)}.")
-    if lora["max_loras"] < max_staleness + 2:
-        raise ConfigError(f"the server at {url} has --max-loras {lora['max_loras']}: requests may name max_staleness + 1 = {max_staleness + 1} versions, and the "
-                          f"next is loaded before the oldest is unloaded: restart it with --max-loras {max_staleness + 2}.")
+    kept = versions_kept(max_staleness)
+    if lora["max_loras"] <= kept:
+        raise ConfigError(f"the server at {url} has --max-loras {lora['max_loras']}: requests may name {kept} versions, and the "
+                          f"next is loaded before the oldest is unloaded: restart it with --max-loras {kept + 1}.")
     return True
 
 
@@ -145,8 +156,8 @@ class Adapters:
             shared.adapters.value = 1
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
-        save_adapter(self.policy.lm, self.policy.peft_config, self.folder / adapter_name(version), self.dtype, self.config.model)
-        return lambda: None
+        state = peft_state(self.policy.lm, self.dtype)
+        return lambda: write_adapter(state, self.policy.peft_config, self.folder / adapter_name(version), self.config.model)
 
     def begin(self, server: int) -> None:
         pass
@@ -157,12 +168,14 @@ class Adapters:
     def finish(self, server: int, version: int) -> None:
         """Load the new version, and only then unload what has become too old."""
         name, path = adapter_name(version), str(self.folder / adapter_name(version))
+        if not self.loaded[server]:          # what it cached for a run before, under the same names and paths, is of other weights
+            self.control.post(server, "reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
         self.control.post(server, "load of the adapter", "/v1/unload_lora_adapter", dict(lora_name=name), optional=True)     # of an earlier run
         self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
         self.control.post(server, "version", "/update_weight_version", dict(new_version="adapters"), optional=True)     # it tells none of its tokens
         self.loaded[server].add(version)
         oldest_named = self.shared.oldest_named.value
-        for old in sorted(v for v in self.loaded[server] if v < min(version - self.config.max_staleness, oldest_named)):
+        for old in sorted(v for v in self.loaded[server] if v < min(version - versions_kept(self.config.max_staleness) + 1, oldest_named)):
             self.control.post(server, "unload of an adapter", "/v1/unload_lora_adapter", dict(lora_name=adapter_name(old)), optional=True)
             self.loaded[server].discard(old)
 

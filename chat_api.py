@@ -1,14 +1,23 @@
 """For agents that speak to the server in chat completions: what to ask it for, so that its reply is a turn to train on."""
-from config import Config
+from config import Config, ConfigError
+from evaluate import evaluating
 from tools import TurnRecord
 
 
-def chat_request(config: Config, seed: int) -> dict:
-    """Arguments of `client.chat.completions.create` besides the messages: the config's sampling, and the token ids and log-probs."""
+def chat_request(config: Config, seed: int, model: str | None = None) -> dict:
+    """Arguments of `client.chat.completions.create` besides the messages: the config's sampling, and the token ids and log-probs.
+
+    seed: the loop's `next_seed()`; model: the adapter's name where there is one. Raises ConfigError for what the reply would not tell.
+    """
+    if config.restricted_sampling:
+        raise ConfigError("a chat completion does not tell the candidate sets of top_k, top_p and min_p: leave these at their defaults.")
     top = config.num_sampler_logprobs + 1 if config.score_centering else 1           # the server counts the sampled token among them
-    return dict(model=config.model, max_tokens=config.max_completion_length, temperature=config.temperature, top_p=config.top_p, seed=seed,
-                logprobs=True, top_logprobs=top, extra_body=dict(top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0, return_token_ids=True,
-                                                                 return_tokens_as_token_ids=True, chat_template_kwargs=config.chat_template_kwargs))
+    changes = evaluating.get()[0]
+    known = dict(model=model or config.model, max_tokens=config.max_completion_length, temperature=config.temperature, top_p=1.0, seed=seed,
+                 logprobs=True, top_logprobs=top)
+    extra = dict(top_k=0, min_p=0.0, repetition_penalty=1.0, return_token_ids=True, return_tokens_as_token_ids=True, chat_template_kwargs=config.chat_template_kwargs)
+    return known | dict(extra_body=extra | {name: value for name, value in changes.items() if name not in known}) | {
+        name: value for name, value in changes.items() if name in known}
 
 
 def chat_turn(reply: dict, version: int) -> TurnRecord:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from config import Config, ConfigError
 from export import save_model, write_card
 from feed import Progress, RolloutFeed
-from folders import defect, found, newest, prune, publish, step_of
+from folders import defect, found, newest, prune, publish, set_aside, step_of
 from model import Policy
 from recording import recorded_sample, sample_record
 
@@ -86,6 +86,9 @@ class Checkpoints:
     def restore(self) -> tuple[Counters, dict, Progress]:
         """The run as `resume_from_checkpoint` says, or its beginning. Raises ConfigError for a checkpoint that is damaged or another model's."""
         folder = self.find()
+        dist.barrier()                                   # every rank has looked
+        if self.rank == 0:
+            set_aside(self.output, step_of(folder) if folder else 0)
         if folder is None:
             return Counters(), {}, Progress()
         self._load_state(folder / "state")

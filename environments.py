@@ -19,7 +19,7 @@ class EnvironmentPool:
     One whose reset raises is dropped: back in the pool it would be lent first again, and fail every rollout that waits.
     """
 
-    def __init__(self, factory: Callable | dict[str, Callable] | None, metrics: Window):
+    def __init__(self, factory: Callable | dict[str, Callable] | None, metrics: Callable[[], Window]):
         self.factories = factory if isinstance(factory, dict) else {None: factory} if factory else {}
         self.idle: dict[str | None, list] = {name: [] for name in self.factories}
         self.metrics = metrics
@@ -49,7 +49,7 @@ class EnvironmentPool:
         started = time.monotonic()
         columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
         task = await call_function(env.reset, columns)
-        self.metrics.add("env/reset_s", time.monotonic() - started)
+        self.metrics().add("env/reset_s", time.monotonic() - started)
         try:
             add_task(prompt, task, type(env).__name__)
             yield env
@@ -62,7 +62,7 @@ class EnvironmentPool:
             return None
         started = time.monotonic()
         value = await call_function(env.get_reward, {})
-        self.metrics.add("env/reward_s", time.monotonic() - started)
+        self.metrics().add("env/reward_s", time.monotonic() - started)
         value = math.nan if value is None else float(value)
         if math.isinf(value):
             raise ConfigError(f"{type(env).__name__}.get_reward returned {value}: return a finite number, or None for no reward.")

@@ -17,7 +17,8 @@ import numpy as np
 from metrics import Window
 
 SLOTS = 24               # one in so many: where generation holds training back, that is what an evaluation costs at most
-evaluating: ContextVar[tuple[dict, count | None]] = ContextVar("evaluating", default=({}, None))     # sampling parameters that differ, seeds
+evaluating: ContextVar[tuple[dict, count | None, Window | None]] = ContextVar("evaluating", default=({}, None, None))
+"""Of the evaluation that a task belongs to: sampling parameters that differ, seeds, metrics."""
 
 
 async def evaluate_when_asked(loop) -> None:
@@ -52,8 +53,8 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     """One prompt's completions as they are written; those that fail are left out, as in training."""
     config, n = loop.config, loop.config.eval_num_generations
     prompts = [json.loads(json.dumps(row.get("prompt") or [])) for _ in range(n)]
-    results = await asyncio.gather(*(_evaluate_rollout(loop, slots, prompt, row, (index * n + i) * 1000) for i, prompt in enumerate(prompts)))
-    pairs = [(prompt, result) for prompt, result in zip(prompts, results) if not isinstance(result, BaseException)]
+    results = await asyncio.gather(*(_evaluate_rollout(loop, slots, prompt, row, (index * n + i) * 1000, window) for i, prompt in enumerate(prompts)))
+    pairs = [(prompt, result) for prompt, result in zip(prompts, results) if not isinstance(result, BaseException) and result.turns]
     if not pairs:
         return []
     rollouts = [rollout for _, rollout in pairs]
@@ -74,10 +75,10 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
             for (prompt, r), reward, length in zip(pairs, rewards, lengths)]
 
 
-async def _evaluate_rollout(loop, slots: asyncio.Semaphore, prompt: list[dict], row: dict, seed: int):
+async def _evaluate_rollout(loop, slots: asyncio.Semaphore, prompt: list[dict], row: dict, seed: int, window: Window):
     """A rollout with evaluation's sampling parameters and seeds: the same at every evaluation, and none of training's."""
     async with slots:
-        evaluating.set((loop.config.eval_sampling or {}, count((loop.config.seed % 2**23 << 40) + 2**39 + seed)))
+        evaluating.set((loop.config.eval_sampling or {}, count((loop.config.seed % 2**23 << 40) + 2**39 + seed), window))
         loop.servers.choose(loop.groups_at)
         loop.generating += 1                     # it takes a slot from training
         return await loop._run_rollout(prompt, -1, row)

@@ -70,8 +70,8 @@ class Hub:
             self.api.create_branch(self.repo, branch=config.hub_revision, exist_ok=True)
 
     def push(self, folder: Path, message: str, end: bool = False) -> None:
-        if self.upload and end:
-            self.upload.result()
+        if self.upload and end and (error := self.upload.exception()):
+            print(f"an upload to the Hub failed ({error}); the last one follows", flush=True)
         if end or (self.config.hub_strategy == "every_save" and (self.upload is None or self.upload.done())):
             self.upload = self.api.upload_folder(repo_id=self.repo, folder_path=folder, revision=self.config.hub_revision, commit_message=message,
                                                  ignore_patterns=["state/*", "random_*", "*_state.json", "samples.jsonl", "manifest.json"], run_as_future=True)

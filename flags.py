@@ -9,7 +9,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from adapters import largest_rank, served_rank
+from adapters import largest_rank, served_rank, versions_kept
 from config import Config
 from model import compute_dtype, device_type
 
@@ -54,7 +54,7 @@ def sync_flags(config: Config, on_cpu: bool) -> tuple[list[str], dict[str, str]]
         flags += ["--worker-extension-cls", "vllm_worker.CopyPlan"]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     if config.vllm_enable_lora:
-        flags += ["--enable-lora", "--max-lora-rank", str(served_rank(largest_rank(config.peft_config))), "--max-loras", str(config.max_staleness + 2)]
+        flags += ["--enable-lora", "--max-lora-rank", str(served_rank(largest_rank(config.peft_config))), "--max-loras", str(versions_kept(config.max_staleness) + 1)]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return flags, environment
 

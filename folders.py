@@ -6,6 +6,7 @@ is no checkpoint.
 import json
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -49,6 +50,16 @@ def publish(partial: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)            # of the same step: a run that was resumed from an earlier one
     partial.rename(folder)
     flush(folder.parent)
+
+
+def set_aside(output: Path, step: int) -> None:
+    """Move what other runs left in `output` beyond `step` to earlier_<n>: the newest checkpoint must be this run's own."""
+    others = [folder for folder in found(output) if step_of(folder) > step] + [path for path in [output / "rollouts"] if step == 0 and path.exists()]
+    target = next(path for n in count(1) if not (path := output / f"earlier_{n}").exists())
+    for path in others:
+        target.mkdir(exist_ok=True)
+        path.rename(target / path.name)
+        print(f"{path} is of another run: moved to {target}", flush=True)
 
 
 def flush(path: Path) -> None:

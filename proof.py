@@ -11,7 +11,7 @@ from metrics import Window
 from model import Policy, to_device
 from naming import adapter_name
 from packing import Sample, pack_row
-from sync import WeightSync
+from sync import Silent, WeightSync
 
 BOUNDS = {torch.bfloat16: 0.2, torch.float16: 0.03}      # mean |difference| of log-probs; rounding alone gave 0.05 to 0.08 in bf16 (8 bits),
 FULL_PRECISION = 1e-3                                     # and 5e-6 in fp32
@@ -72,12 +72,17 @@ class Proof:
         return np.array([tokens[str(token)]["logprob"] for tokens, token in zip(found[1:], self.ids[1:])], np.float32)
 
     def problem(self, version: int) -> str | None:
-        """What is wrong, in a sentence."""
-        for server in self.sync.current:
+        """What is wrong, in a sentence. A server that has gone silent is out of use; it is what is wrong where no other is left."""
+        for server in list(self.sync.current):
             url = self.sync.control.urls[server]
             try:
                 theirs = self.server_scores(server, version)
                 says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
+            except Silent as error:
+                if len(self.sync.current) == 1:
+                    return str(error)
+                self.sync.leave_out(server, str(error))
+                continue
             except RuntimeError as error:
                 return str(error)
             distances = {v: float(np.abs(theirs - ours).mean()) for v, ours in self.scores.items()}

@@ -79,8 +79,8 @@ class AsyncRolloutLoop:
         self.config, self.dataset, self.tokenizer, self.shared = config, dataset, tokenizer, shared
         self.eos_token_ids, self.max_model_len, self.start_group = eos_token_ids, max_model_len, start_group
         self.done, self.eval_dataset, self.writer = done, eval_dataset, RolloutWriter(config) if config.save_rollouts else None
-        self.metrics = Window()
-        self.environments = EnvironmentPool(config.environment_factory, self.metrics)
+        self.training = Window()
+        self.environments = EnvironmentPool(config.environment_factory, lambda: self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
         self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
                                Naming(config.model, shared.adapters, shared.oldest_named))
@@ -148,11 +148,11 @@ class AsyncRolloutLoop:
         if not self._fits(prompt_ids):
             raise ConfigError(f"a prompt of {len(prompt_ids)} tokens and max_completion_length={config.max_completion_length} exceed the server's "
                               f"max_model_len {self.max_model_len}: raise vllm_max_model_length or shorten the prompt.")
-        changes, seeds = evaluating.get()
+        changes = evaluating.get()[0]
         # The server reports the sampled token within the number asked for: one more, so that the top K are complete.
         logprobs = config.num_sampler_logprobs + 1 if config.score_centering else 1
         sampling = dict(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p or 0.0, repetition_penalty=1.0,
-                        max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=next(seeds or self.seeds),
+                        max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=self.next_seed(),
                         stop_token_ids=self.eos_token_ids, detokenize=False) | changes
         turn = await self.servers.generate(prompt_ids, sampling)
         if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned:
@@ -160,6 +160,15 @@ class AsyncRolloutLoop:
             print("warning: the server does not return the candidate sets of top_k, top_p and min_p, so log-probs are normalised over the whole "
                   "vocabulary and every importance ratio is biased: use vLLM >= 0.28 with --return-sampling-mask (python serve.py sets it).", flush=True)
         return turn
+
+    def next_seed(self) -> int:
+        """Of a request: no two have the same, and an evaluation takes none of training's."""
+        return next(evaluating.get()[1] or self.seeds)
+
+    @property
+    def metrics(self) -> Window:
+        """Of what the running task belongs to: an evaluation, or training."""
+        return evaluating.get()[2] or self.training
 
     def _fits(self, prompt_ids: list[int]) -> bool:
         """Whether the server's context has room for a turn: only where it samples from a candidate set does it cut one short."""

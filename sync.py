@@ -8,6 +8,7 @@ from pathlib import Path
 import requests
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from adapters import Adapters, check_adapter_server
@@ -20,6 +21,10 @@ from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
+
+
+class Silent(RuntimeError):
+    """A server did not answer at all."""
 
 
 class Control:
@@ -59,11 +64,11 @@ class Control:
         return self._try(self.urls[server] + path, body, optional=True)[0] is None
 
     def reply(self, server: int, path: str, body: dict | None = None, **params) -> requests.Response:
-        """To a POST of `body`, or a GET. Raises RuntimeError when none comes."""
+        """To a POST of `body`, or a GET. Raises Silent when none comes."""
         try:
             return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, self.timeout))
         except requests.RequestException as error:
-            raise RuntimeError(f"{self.urls[server]} did not answer {path}: {error}") from error
+            raise Silent(f"{self.urls[server]} did not answer {path}: {error}") from error
 
     def weight_version(self, server: int) -> str | None:
         """The version that the server says it has, where it keeps one."""
@@ -196,7 +201,7 @@ class WeightSync:
         """What fails here, such as a full disk, fails all servers: the other ranks must not be left in a collective."""
         try:
             act()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             alive |= {server: alive[server] or RuntimeError(f"weight sync failed in its phase '{phase}' ({error}).") for server in alive}
 
     def _pause(self, server: int) -> None:
@@ -227,6 +232,12 @@ class WeightSync:
                 print(f"the server at {url} is back, with the weights of version {version}", flush=True)
             if self.shared:
                 self.shared.restored[server] = -1 if error is not None else self.lost[server]    # lost once more meanwhile, it stays out
+
+    def leave_out(self, server: int, problem: str) -> None:
+        """It took the weights and is silent now: out of use until a later sync finds it answering."""
+        self.current.remove(server)
+        self.shared.restored[server] = -1
+        print(f"out of use: {problem}", flush=True)
 
     def _agree(self, alive: dict[int, Exception | None]) -> None:
         """All ranks go on, or all raise what rank 0 saw."""

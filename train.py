@@ -154,6 +154,13 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         if step == 0:
             raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
         stop.deferred = False
+        save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)      # before an evaluation that may outlast the other ranks' patience
+        if config.eval_dataset is not None and step % config.weight_sync_steps and step != config.max_steps:     # the samples ended between two syncs
+            version += 1
+            sync.push(version, window)
+            prove(version, window)
+            if rank == 0:
+                feed.shared.version.value = version
         if rank == 0 and config.eval_dataset is not None:
             feed.await_evaluation()                             # one may be under way, even this step's
             feed.collect_metrics()
@@ -165,7 +172,6 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 feed.collect_metrics()
         if rank == 0 and window.values:
             logger.log(step, window.result())
-        save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)
         if rank == 0:
             write_card(Path(config.output_dir) / "model", config)
         if hub:

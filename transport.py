@@ -89,8 +89,11 @@ class Nccl:
         return lambda: self._fill(chunk, tensors)
 
     def _fill(self, chunk: int, tensors: list[tuple[str, Tensor]]) -> None:
-        for server, event in self.sent[chunk % 2].items():
-            self._wait(server, event)
+        for server, event in list(self.sent[chunk % 2].items()):
+            try:
+                self._wait(server, event)
+            except RuntimeError:                 # that server's alone: `send` raises what it says
+                self._forget(server)
         self.filled = self.staging.fill(chunk, tensors)
 
     def begin(self, server: int) -> None:
@@ -110,6 +113,8 @@ class Nccl:
     def send(self, server: int, chunk: int) -> None:
         if self.updates[server].done():
             self._result(server)                 # it has failed: nobody would receive this
+        if server not in self.groups:
+            raise RuntimeError(f"weight sync failed in its phase 'transfer' at {self.control.urls[server]} (the chunk before was not received).")
         try:
             self._broadcast(server, chunk)
         except RuntimeError as error:

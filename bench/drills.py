@@ -31,7 +31,7 @@ CONFIG = """
 from config import Config
 def alternating(completion_ids, **columns):
     return [float(i % 2) for i, _ in enumerate(completion_ids)]
-config = Config(model={model!r}, reward_funcs=alternating, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4, max_completion_length=8,
+config = Config(model={model!r}, reward_funcs=alternating, verify_sync_steps=0, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4, max_completion_length=8,
                 num_sampler_logprobs=2, num_train_epochs=1.0, learning_rate=1e-5, token_budget={budget}, vllm_server_base_url={url!r}, disable_tqdm=True,
                 max_staleness=100, max_concurrent_rollouts=16, save_rollouts=True, save_steps=1, save_total_limit=2, vllm_max_model_length={length},
                 train_dataset=lambda: [dict(prompt=[dict(role="user", content=f"What is {{i}} + {{i}}?")]) for i in range({prompts})])

@@ -15,7 +15,7 @@ class DoubtingAgent(AsyncRolloutLoop):
         turns, messages = [], list(prompt)
         for doubt in ("Are you sure? Answer with the number only.", None):
             version = self.shared.version.value
-            reply = await self.client.chat.completions.create(messages=messages, **chat_request(self.config, next(self.seeds)))
+            reply = await self.client.chat.completions.create(messages=messages, **chat_request(self.config, self.next_seed()))
             turns.append(chat_turn(reply.model_dump(), version))
             messages.append(dict(role="assistant", content=reply.choices[0].message.content))
             messages += [dict(role="user", content=doubt)] if doubt else []

@@ -22,7 +22,7 @@ async def first_id(completion_ids, **columns):
     return [float(ids[0] % 2) for ids in completion_ids]
 def rows(n, word):
     return lambda: [dict(prompt=[dict(role="user", content=f"{{word}} {{i}}")], answer=i) for i in range(n)]
-config = Config(model={model!r}, reward_funcs=first_id, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4, max_completion_length=8,
+config = Config(model={model!r}, reward_funcs=first_id, verify_sync_steps=0, use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4, max_completion_length=8,
                 num_sampler_logprobs=2, num_train_epochs=1.0, learning_rate=1e-2, token_budget=160, vllm_server_base_url={url!r}, disable_tqdm=True, max_staleness=100,
                 max_concurrent_rollouts=48, save_rollouts=True, train_dataset=rows({prompts}, "train"), {more})
 """

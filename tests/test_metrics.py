@@ -261,7 +261,7 @@ from config import Config
 flops.PEAKS["cpu"] = dict(float32=1e12)          # so that a utilization is known here
 def odd(completion_ids, prompts, **columns):
     return [0.5 if int(prompt[-1]["content"]) % 2 else float(ids[0] % 2) for ids, prompt in zip(completion_ids, prompts)]
-config = Config(model={model!r}, reward_funcs=odd, train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range(20)],
+config = Config(model={model!r}, reward_funcs=odd, verify_sync_steps=0, train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range(20)],
                 num_generations=4, max_completion_length=4, num_sampler_logprobs=2, bf16=False, use_cpu=True, disable_tqdm=True, max_staleness=2,
                 token_budget=200, max_steps=6, logging_steps=2, log_completions=True, report_to="wandb", project="test", gradient_checkpointing=False)
 """

@@ -9,6 +9,7 @@ from conftest import tiny_config, tiny_lm
 
 from metrics import Window
 from model import Policy
+from sync import Silent
 from proof import LENGTH, Proof
 
 
@@ -138,3 +139,25 @@ def test_a_server_that_cannot_score_the_probe_stops_the_run():
     sync.reply = lambda server, path, body: SimpleNamespace(status_code=500, text="out of memory")
     with pytest.raises(RuntimeError, match="did not score the probe.*500: out of memory"):
         proof.check(0, Window())
+
+
+def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops_the_run():
+    """It answered the sync a moment before; whoever dies then is drained like at any other time."""
+    policy, sync, proof = made(every=1)
+    answered, left_out = sync.reply, []
+
+    def reply(server, path, body):
+        if server in silent:
+            raise Silent("http://a did not answer")
+        return answered(server, path, body)
+
+    def leave_out(server, problem):
+        sync.current.remove(server)
+        left_out.append((server, problem))
+    sync.reply, sync.leave_out, silent = reply, leave_out, {0}
+    sync.push(0)
+    proof.check(0, Window())
+    assert left_out == [(0, "http://a did not answer")] and sync.current == [1]
+    silent.add(1)
+    with pytest.raises(RuntimeError, match="did not answer"):
+        proof.check(1, Window())

@@ -257,7 +257,8 @@ class FakeHub:
 
     def upload_folder(self, repo_id, folder_path, ignore_patterns, run_as_future, **options):
         self.calls.append((repo_id, folder_path.name, options["commit_message"], "state/*" in ignore_patterns))
-        return SimpleNamespace(done=lambda: options["commit_message"] != "step 1", result=lambda: self.calls.append("awaited"))
+        return SimpleNamespace(done=lambda: options["commit_message"] != "step 1", result=lambda: self.calls.append("awaited"),
+                               exception=lambda: ConnectionError("reset by peer"))
 
 
 @pytest.mark.parametrize("strategy,steps", [("every_save", ["step 1"]), ("end", [])])
