@@ -152,7 +152,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
             raise SystemExit(128 + signal_number)
         if step == 0:
-            raise ConfigError("nothing was trained, because no group had two different rewards: check the reward function and the prompts.")
+            raise ConfigError("nothing was trained, because no group had two different rewards, or no sample fitted token_budget: see the warnings above.")
         stop.deferred = False
         save_model(policy, tokenizer, Path(config.output_dir) / "model", dtype)      # before an evaluation that may outlast the other ranks' patience
         if config.eval_dataset is not None and step % config.weight_sync_steps and step != config.max_steps:     # the samples ended between two syncs

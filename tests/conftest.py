@@ -130,6 +130,14 @@ class CountOps(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def pytest_collection_modifyitems(items):
+    """With several test processes: a file in one of them, and those that serve the real model one after the other, first."""
+    for item in items:
+        real = item.path.stem in ("test_end_to_end", "test_sync_vllm")
+        item.add_marker(pytest.mark.xdist_group("vllm" if real else item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "vllm")
+
+
 @pytest.fixture(scope="module")
 def hub():
     """The hub's kernel module as far as attention.py knows: the stand-in under the repository's name."""
