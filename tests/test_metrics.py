@@ -252,7 +252,7 @@ perf/weight_sync_transfer_s
 """.split()
 # Not in the run below; the others are, under their condition.
 ELSEWHERE = {
-    name: "a run with tools, environments and several turns" for name in SPEC
+    name: "tests/agent_drills.py; their values in tests/test_tools.py and tests/test_environments.py" for name in SPEC
     if name.split("/")[0] in ("tools", "env") or name in ("rollout/fork_frac", "rollout/drift_tokens_mean", "rollout/drift_tokens_max")}
 
 RUN = """
