@@ -130,6 +130,7 @@ class CountOps(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.hookimpl(tryfirst=True)      # before the names are sent to the other process
 def pytest_collection_modifyitems(items):
     """With several test processes: a file in one of them, and those that serve the real model one after the other, first."""
     for item in items:
