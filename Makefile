@@ -8,7 +8,7 @@ smoke: .venv/ready $(MODEL)
 	.venv/bin/torchrun train.py configs/smollm_cpu.py output_dir=runs/smoke
 
 test: .venv/ready $(MODEL)
-	.venv/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests
+	.venv/bin/python -m pytest -q -n 2 --no-loadscope-reorder tests
 
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv

@@ -130,13 +130,24 @@ class CountOps(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.hookimpl(tryfirst=True)      # before the names are sent to the other process
+def scope(nodeid: str) -> str:
+    """What one of several test processes runs: a file, or the files that serve the real model, one after the other."""
+    file = nodeid.split("::")[0]
+    return "real vLLM" if file.endswith(("test_end_to_end.py", "test_sync_vllm.py")) else file
+
+
 def pytest_collection_modifyitems(items):
-    """With several test processes: a file in one of them, and those that serve the real model one after the other, first."""
-    for item in items:
-        real = item.path.stem in ("test_end_to_end", "test_sync_vllm")
-        item.add_marker(pytest.mark.xdist_group("vllm" if real else item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "vllm")
+    items.sort(key=lambda item: scope(item.nodeid) != "real vLLM")         # it takes longest
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return scope(nodeid)
+    return ByScope(config, log)
 
 
 @pytest.fixture(scope="module")
