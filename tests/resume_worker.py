@@ -1,4 +1,4 @@
-"""One run of train.py in this process, with its state at the end. Also run by torchrun:  resume_worker.py RUNS.json OUT.pt"""
+"""One run of train.py in this process, with its state at the end. Also run by torchrun:  resume_worker.py ARGUMENTS.json OUT.pt"""
 import json
 import os
 import sys
@@ -46,9 +46,6 @@ def run(argv):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    states = []
-    for attempt, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)     # keys of its own in torchrun's store: else ranks may meet in the run before
-        states.append(run(argv))
+    state = run(json.loads(Path(sys.argv[1]).read_text()))
     if os.environ["RANK"] == "0":
-        torch.save(states, sys.argv[2])
+        torch.save(state, sys.argv[2])

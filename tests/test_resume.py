@@ -272,11 +272,11 @@ def test_models_go_to_the_hub_one_upload_at_a_time_without_the_state_and_the_end
 
 # Other numbers of ranks
 
-def on_two_ranks(folder, *runs):
-    """The final states of several runs, each a list of arguments, by the same two processes."""
-    (folder / "runs.json").write_text(json.dumps(runs))
+def on_two_ranks(folder, *argv):
+    """The final state of a run by two processes of its own: a second process group in the same ones could meet the first one's keys in torchrun's store."""
+    (folder / "arguments.json").write_text(json.dumps(argv))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "runs.json"), str(folder / "out.pt")],
+    done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "arguments.json"), str(folder / "out.pt")],
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.load(folder / "out.pt")
@@ -284,8 +284,8 @@ def on_two_ranks(folder, *runs):
 
 def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, saved, tmp_path):
     of_two, of_one = f"resume_from_checkpoint={tmp_path}/two/checkpoint-4", f"resume_from_checkpoint={saved}/checkpoint-4"
-    two, after = on_two_ranks(tmp_path, [config_path, f"output_dir={tmp_path}/two", "save_steps=4", "max_steps=4"],
-                              [config_path, f"output_dir={tmp_path}/after", of_one, "max_steps=4"])
+    two = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/two", "save_steps=4", "max_steps=4")
+    after = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/after", of_one, "max_steps=4")
     assert_same(start(config_path, tmp_path / "one", of_two, "max_steps=4"), two)
     assert_same(start(config_path, tmp_path / "before", of_one, "max_steps=4"), after)
     further = start(config_path, tmp_path / "one", of_two, "max_steps=6")
