@@ -3,14 +3,12 @@
 Everything a run leaves is in runs/agent_drills. A proxy in front of the server writes down what it sampled, the trainer what it trains: each sampled token of a trained rollout is trained
 once, in order, after the tokens it was sampled after.
 """
-import asyncio
 import ctypes
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 
@@ -19,6 +17,7 @@ import pytest
 from aiohttp import web
 from conftest import ROOT
 from drills import stop, until
+from proxy import Proxy
 
 from serve import answers
 
@@ -55,43 +54,24 @@ EXAMPLES = {
     "config_external_agent": ("external_agent", ", reward_funcs=length_reward")}
 
 
-class Recorder:
+class Recorder(Proxy):
     """In front of the server: notes (prompt ids, output ids) of every reply."""
 
     def __init__(self, target):
-        self.target, self.sampled = target, []
+        super().__init__(target, PORT + 1)
+        self.sampled = []
 
     async def handle(self, request):
-        body = await request.read()
         try:
-            async with self.session.request(request.method, self.target + request.path_qs, data=body, headers={
-                    "Content-Type": request.headers.get("Content-Type", "application/json")}) as reply:
-                content = await reply.read()
+            status, content, kind = await self.forward(request)
         except aiohttp.ClientError:
             request.transport.abort()
             return web.Response()
-        if reply.status == 200 and request.path.endswith(("/generate", "/chat/completions")):
+        if status == 200 and request.path.endswith(("/generate", "/chat/completions")):
             said = json.loads(content)
-            prompt = said.get("prompt_token_ids") or json.loads(body)["token_ids"]
+            prompt = said.get("prompt_token_ids") or (await request.json())["token_ids"]
             self.sampled.append((tuple(prompt), tuple(said["choices"][0]["token_ids"])))
-        return web.Response(body=content, status=reply.status, content_type=reply.content_type)
-
-    async def _start(self):
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", PORT + 1).start()
-
-    def __enter__(self):
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
-        return self
-
-    def __exit__(self, *_):
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        return web.Response(body=content, status=status, content_type=kind)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
 
-import aiohttp
 import requests
 import torch
 import torch.distributed as dist
 from aiohttp import web
 from conftest import ROOT
+from proxy import Proxy
 
 from config import load_config
 from export import save_model
@@ -80,11 +79,12 @@ def logged(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class FaultyProxy:
+class FaultyProxy(Proxy):
     """In front of a server: 5 % of the sampling requests are refused, 5 % never answered, 2 % of the replies cut off, and one outage."""
 
     def __init__(self, target, seed=0):
-        self.target, self.random, self.outage_until, self.faults = target, random.Random(seed), 0.0, Counter()
+        super().__init__(target)
+        self.random, self.outage_until, self.faults = random.Random(seed), 0.0, Counter()
 
     async def handle(self, request):
         if time.monotonic() < self.outage_until:
@@ -98,30 +98,10 @@ class FaultyProxy:
             return web.Response()
         if kind == "silent":
             await asyncio.sleep(3600)
-        async with self.session.request(request.method, self.target + request.path_qs, data=await request.read(), headers={
-                "Content-Type": request.headers.get("Content-Type", "application/json")}) as reply:
-            content = await reply.read()
+        status, content, content_type = await self.forward(request)
         if time.monotonic() < self.outage_until:
             request.transport.abort()
-        return web.Response(body=content[:len(content) // 2] if kind == "cut" else content, status=reply.status, content_type=reply.content_type)
-
-    async def _start(self):
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    def __enter__(self):
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
-        return self
-
-    def __exit__(self, *_):
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        return web.Response(body=content[:len(content) // 2] if kind == "cut" else content, status=status, content_type=content_type)
 
 
 def test_thirty_steps_finish_through_a_faulty_network_with_every_loss_counted_and_nothing_trained_twice(tmp_path):
