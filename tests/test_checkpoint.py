@@ -18,6 +18,7 @@ from fake_server import EOS, FakeServer, choice
 
 from checkpoint import Checkpoints, Counters
 from feed import Progress, RolloutFeed
+from folders import newest, set_aside
 from metrics import Window
 from model import Policy, make_optimizer
 from planning import plan_steps
@@ -242,3 +243,18 @@ def test_what_a_kill_in_the_middle_of_saving_leaves_is_cleared_and_never_resumed
     os.rename(tmp_path / "checkpoint-2", tmp_path / "checkpoint-4.partial")
     assert parts(tmp_path, resume_from_checkpoint=True)[3].restore()[0] == Counters()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_another_run_left_beyond_this_ones_step_is_set_aside_and_nothing_is_lost(tmp_path):
+    """A later step of an earlier run was once the newest checkpoint: it was resumed from, and this run's own was pruned before it."""
+    for name in ("checkpoint-5", "checkpoint-9", "rollouts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    set_aside(tmp_path, 5)
+    assert newest(tmp_path).name == "checkpoint-5" and (tmp_path / "rollouts").exists()
+    set_aside(tmp_path, 0)
+    assert newest(tmp_path) is None
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")} == {
+        f"{folder}/{name}/file": name for folder, name in (("earlier_1", "checkpoint-9"), ("earlier_2", "checkpoint-5"), ("earlier_2", "rollouts"))}
+    set_aside(tmp_path, 0)
+    assert not (tmp_path / "earlier_3").exists()

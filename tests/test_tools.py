@@ -7,10 +7,13 @@ from collections import Counter
 
 import chat_templates
 import pytest
+from conftest import tiny_config
 from fake_server import FakeServer, choice
 from test_rollout import drive
 
+from chat_api import chat_request
 from config import ConfigError
+from evaluate import evaluating
 from metrics import Window
 from tool_parsers import PARSERS, Call
 from tools import Chat, TurnRecord, assistant_message, drift, run_call, tool_message, turns_to_samples
@@ -631,3 +634,19 @@ def test_two_tools_of_one_name_are_refused(agent):
             """
     with pytest.raises(ConfigError, match="two tools have one name"):
         agent(lambda *_: "x", environment_factory=Env, max_steps=1)
+
+
+def test_an_agents_request_follows_the_evaluation_it_belongs_to_and_training_otherwise():
+    """Evaluation's own temperature once did not reach it, and its requests took training's seeds."""
+    config = tiny_config(temperature=0.9)
+    plain = chat_request(config, 7)
+    assert (plain["temperature"], plain["top_p"], plain["extra_body"]["top_k"], plain["seed"], plain["model"]) == (0.9, 1.0, 0, 7, "tiny")
+    token = evaluating.set((dict(temperature=0.0, top_k=5), None, None))
+    try:
+        changed = chat_request(config, 7, model="policy-v3")
+    finally:
+        evaluating.reset(token)
+    assert (changed["temperature"], changed["extra_body"]["top_k"], changed["model"]) == (0.0, 5, "policy-v3")
+    assert {**changed, "temperature": 0.9, "model": "tiny", "extra_body": changed["extra_body"] | dict(top_k=0)} == plain
+    with pytest.raises(ConfigError, match="candidate sets"):
+        chat_request(tiny_config(top_k=20), 7)
