@@ -30,15 +30,15 @@ sys.path.insert(0, {tests!r})
 from configs.{name} import config
 from agent_examples import *
 config = replace(config, launch_server=False{changes})
-main = sys.modules["__main__"]
-if hasattr(main, "pack_row"):                      # in the trainer: write down what is trained
+if hasattr(sys.modules["__main__"], "plan_steps"):  # in the trainer: write down what is packed for training
     import json
-    plain = main.pack_row
+    import planning
+    plain = planning.pack_row
     def recording(samples, multiple=1):
         with open({trained!r}, "a") as file:
             file.writelines(json.dumps([s.rollout_id, s.input_ids.tolist(), s.trained_index.tolist()]) + "\\n" for s in samples)
         return plain(samples, multiple)
-    main.pack_row = recording
+    planning.pack_row = recording
 '''
 
 

@@ -92,15 +92,15 @@ def with_servers(base, gpus):
     return replace(base, server_capacity=round(3 * gpus), train_s=base.train_s * 8 / (GPUS - gpus))
 
 
-@pytest.mark.parametrize("generate_s", [1.0, 3.0])
-def test_the_suggested_split_of_gpus_trains_within_10_percent_of_the_best_of_a_sweep(generate_s):
-    base = replace(BALANCED, generate_s=generate_s)
-    best = max(run_of(with_servers(base, gpus))[2] for gpus in range(2, GPUS, 2))
-    for now in (2, 14):
-        _, verdicts, speed = run_of(with_servers(base, now))
+@pytest.mark.parametrize("generate_s", [1.0, 5.0])
+def test_the_split_of_gpus_suggested_from_any_other_trains_within_10_percent_of_the_best_of_a_sweep(generate_s):
+    base = replace(BALANCED, generate_s=generate_s, max_steps=60)
+    sweep = {gpus: run_of(with_servers(base, gpus)) for gpus in range(2, GPUS, 2)}
+    best = max(speed for _, _, speed in sweep.values())
+    for now, (_, verdicts, speed) in sweep.items():
         suggested = balanced_split(verdicts[-1], now, GPUS - now)
         after = run_of(with_servers(base, suggested))[2]
-        assert speed < 0.6 * best and after >= 0.9 * best, (now, suggested, after / best)
+        assert after >= 0.9 * best and (speed < 0.6 * best or 2 < now < 14), (now, suggested, speed / best, after / best)
 
 
 def judged(config=None, **metrics):
