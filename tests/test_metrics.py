@@ -13,6 +13,7 @@ from fake_server import choice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sync import FakeVllm
+from test_tools import Script, hermes
 from transformers import AutoTokenizer
 from wandb.proto import wandb_internal_pb2
 
@@ -250,11 +251,6 @@ perf/weight_sync_s perf/fwd_bwd_forwarded_tokens_per_s perf/wall_clock_forwarded
 perf/wall_clock_trained_tokens_per_s perf/fwd_bwd_mfu perf/wall_clock_mfu perf/weight_sync_pause_s perf/weight_sync_barrier_s
 perf/weight_sync_transfer_s
 """.split()
-# Not in the run below; the others are, under their condition.
-ELSEWHERE = {
-    name: "tests/agent_drills.py; their values in tests/test_tools.py and tests/test_environments.py" for name in SPEC
-    if name.split("/")[0] in ("tools", "env") or name in ("rollout/fork_frac", "rollout/drift_tokens_mean", "rollout/drift_tokens_max")}
-
 RUN = """
 import flops
 from config import Config
@@ -264,6 +260,16 @@ def odd(completion_ids, prompts, **columns):
 config = Config(model={model!r}, reward_funcs=odd, verify_sync_steps=0, train_dataset=lambda: [dict(prompt=[dict(role="user", content=str(i))]) for i in range(20)],
                 num_generations=4, max_completion_length=4, num_sampler_logprobs=2, bf16=False, use_cpu=True, disable_tqdm=True, max_staleness=2,
                 token_budget=200, max_steps=6, logging_steps=2, log_completions=True, report_to="wandb", project="test", gradient_checkpointing=False)
+"""
+AGENT_RUN = """
+import sys
+sys.path.insert(0, {tests!r})
+from agent_examples import DatasetIncrementEnv, multiply, targets
+from chat_templates import FORGETFUL
+from config import Config
+config = Config(model={model!r}, tools=[multiply], environment_factory=DatasetIncrementEnv, train_dataset=targets, chat_template_kwargs=dict(chat_template=FORGETFUL),
+                num_generations=4, max_completion_length=64, num_sampler_logprobs=2, bf16=False, use_cpu=True, disable_tqdm=True, token_budget=1000, max_steps=2,
+                verify_sync_steps=0, gradient_checkpointing=False)
 """
 LOAD = """vllm:cache_config_info{kv_cache_size_tokens="6400"} 1.0
 vllm:kv_cache_usage_perc 0.25
@@ -279,20 +285,34 @@ def some_end(body):
     return choice([20 + n % 5, 30 + n % 5, 2 if n % 2 else 40], [-0.5, -1.0, -1.5], body["sampling_params"]["logprobs"])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_folder):
-    """(folder, metrics.jsonl, glossary names in it) of train.py with a Mixture-of-Experts model, a fake server and wandb offline."""
-    folder = tmp_path_factory.mktemp("run")
-    model = str(folder / "moe")
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(model)
-    tiny_moe(vocab=49152).save_pretrained(model)
-    (folder / "x.py").write_text(RUN.format(model=model))
-    with FakeVllm(some_end, keep=False, model=model) as server:
+def trained(folder, config, model, answer):
+    """(folder, metrics.jsonl, what was printed) of train.py with a fake server and wandb offline."""
+    (folder / "x.py").write_text(config.format(model=model, tests=str(ROOT / "tests")))
+    with FakeVllm(answer, keep=False, model=model, length=512) as server:
         server.metrics = LOAD
         done = subprocess.run([sys.executable, "train.py", str(folder / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={folder}/run"],
                               cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "run", lines(folder / "run" / "metrics.jsonl"), done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_folder):
+    """Of a Mixture-of-Experts model."""
+    folder = tmp_path_factory.mktemp("run")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder / "moe")
+    tiny_moe(vocab=49152).save_pretrained(folder / "moe")
+    return trained(folder, RUN, str(folder / "moe"), some_end)
+
+
+@pytest.fixture(scope="module")
+def agent_run(tmp_path_factory, tiny_folder):
+    """Of an agent with a tool and an environment, whose template drops its thoughts, so that turns fork."""
+    def reply(text, turn, seed):
+        target = int(re.search(r"counter by (\d)", text)[1])
+        calls = [hermes("increment", step=target + seed % 2), *[hermes("multiply", a=2, b=3), hermes("fly", far=True)][:seed % 3]]
+        return "<think>\nwhy\n</think>\n\n" + ("\n".join(calls) if turn == 0 else "done")
+    return trained(tmp_path_factory.mktemp("agent"), AGENT_RUN, tiny_folder, Script(AutoTokenizer.from_pretrained(tiny_folder), reply).answer)
 
 
 def pattern(name):
@@ -313,13 +333,25 @@ def test_readme_shows_every_name():
     assert names_table() in (ROOT / "README.md").read_text(), "run: python metrics.py names"
 
 
-def test_a_run_logs_every_name_whose_condition_it_meets_and_none_that_is_not_in_the_table(run):
-    _, records, _ = run
-    seen = {name for record in records for name in record}
-    missing = [name for name in SPEC if not any(map(pattern(name).match, seen))]
-    assert sorted(missing) == sorted(ELSEWHERE), set(missing) ^ set(ELSEWHERE)
+def test_two_runs_log_every_name_under_its_condition_and_none_that_is_not_in_the_table(run, agent_run):
+    seen, of_agents = ({name for record in records for name in record} for _, records, _ in (run, agent_run))
+    agents = [name for name in SPEC if name.split("/")[0] in ("tools", "env") or "{env}" in name]
+    assert [name for name in SPEC if not any(map(pattern(name).match, seen | of_agents))] == []
+    assert [name for name in agents if not any(map(pattern(name).match, of_agents)) or any(map(pattern(name).match, seen))] == []
     known = [pattern(row["name"]) for row in glossary.rows()]
-    assert [name for name in seen - {"step", "time_s"} if not any(known_one.match(name) for known_one in known)] == []
+    assert [name for name in (seen | of_agents) - {"step", "time_s"} if not any(known_one.match(name) for known_one in known)] == []
+
+
+def test_an_agents_numbers_hang_together(agent_run):
+    """Of the seeds' 2 × 3 kinds each calls its environment, a third a tool too, and a third another that does not exist; two samples a rollout, each from a fork."""
+    records = agent_run[1]
+    assert len(records) == 2 and sum(record["tools/unknown_name_count"] for record in records) > 0
+    for record in records:
+        calls = {name: record.get(f"tools/{name}/call_count", 0) for name in ("increment", "multiply", "fly")}
+        assert calls["increment"] > calls["multiply"] > 0 == calls["fly"] == record["tools/increment/failure_count"]
+        assert record["tools/parallel_calls_mean"] == pytest.approx((sum(calls.values()) + record["tools/unknown_name_count"]) / calls["increment"])
+        assert (record["rollout/turns_mean"], record["rollout/fork_frac"], record["rollout/samples_per_rollout"]) == (2, 1, 2)
+        assert record["tools/multiply/latency_s"] >= 0 and record["env/reset_s"] >= 0 and record["env/reward_s"] >= 0 and 0 < record["reward"] < 1
 
 
 def test_a_windows_numbers_hang_together(run):

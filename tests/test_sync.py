@@ -22,9 +22,9 @@ from weights import gathered_weights
 class FakeVllm(FakeServer):
     """The endpoints that training needs; `calls` in order, weights as they lay on disk when told to reload, `failing` paths answer 500."""
 
-    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model=""):
+    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model="", length=128):
         super().__init__(answer)
-        self.model = model
+        self.model, self.length = model, length
         self.calls, self.received, self.failing, self.missing, self.keep = [], [], failing, missing, keep
 
     async def _generate(self, request):
@@ -52,7 +52,7 @@ class FakeVllm(FakeServer):
         for path in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
             app.router.add_post(path, self._control)
         info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)))
-        for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=self.model, root=None, max_model_len=128)]), "/server_info": info}.items():
+        for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=self.model, root=None, max_model_len=self.length)]), "/server_info": info}.items():
             async def answer(request, body=body):
                 return web.json_response(body)
             app.router.add_get(path, answer)
