@@ -49,7 +49,7 @@ EXAMPLES = {
     "environment_and_reward_function": ("increment_env", ", reward_funcs=format_reward"),
     "several_environments": ("two_environments", ", environment_factory=dict(coding=CodingEnv, game=GameEnv), reward_funcs=length_reward, "
                                                  "train_dataset=[dict(environment=name) for name in ('coding', 'game')]"),
-    "tools_and_environment": ("increment_env", ", tools=[multiply]"),
+    "tools_and_environment": ("increment_env", ", tools=[multiply], reward_funcs=length_reward"),
     "config_two_environments": ("two_environments", ""),
     "config_external_agent": ("external_agent", ", reward_funcs=length_reward")}
 
