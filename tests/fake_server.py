@@ -102,11 +102,11 @@ class FakeServer:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.runner = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        self.runner = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(60)
         return self
 
     def __exit__(self, *_) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()

@@ -290,7 +290,7 @@ def run(tmp_path_factory, tiny_folder):
     with FakeVllm(some_end, keep=False, model=model) as server:
         server.metrics = LOAD
         done = subprocess.run([sys.executable, "train.py", str(folder / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={folder}/run"],
-                              cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
+                              cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "run", lines(folder / "run" / "metrics.jsonl"), done.stdout
 
