@@ -36,7 +36,7 @@ class FakeServer:
     """`with FakeServer() as server:` listens at `server.url` and answers POST /inference/v1/generate with `answer(body)`.
 
     `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
-    those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
+    those or None]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
     is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text. A chat completion
     is `chat(body)`.
     """
