@@ -1,6 +1,7 @@
 """Shared by the tests: tiny models, random samples, and the small real model."""
 import os
 import sys
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +37,14 @@ def make_sample(ids, trained_from, group_id=0, advantage=1.0, version=0, top_k=3
 def random_group(rng, group_id, prompt, rollouts, length, vocab=37, top_k=3):
     return [make_sample([*prompt, *rng.integers(0, vocab, rng.integers(1, length + 1))], len(prompt), group_id,
                         float(rng.normal()), top_k=top_k, vocab=vocab, seed=int(rng.integers(1 << 30))) for _ in range(rollouts)]
+
+
+def until(condition, seconds=60.0):
+    """Wait for what happens soon on any machine, however busy: the limit only ends a test that hangs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def tiny_config(**changes):

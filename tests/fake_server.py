@@ -36,7 +36,7 @@ class FakeServer:
     """`with FakeServer() as server:` listens at `server.url` and answers POST /inference/v1/generate with `answer(body)`.
 
     `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
-    those]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
+    those or None]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
     is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text. A chat completion
     is `chat(body)`.
     """
@@ -102,11 +102,11 @@ class FakeServer:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.runner = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        self.runner = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(60)
         return self
 
     def __exit__(self, *_) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()

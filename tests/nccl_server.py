@@ -43,8 +43,8 @@ def act(path, body):
     if path == "/init_weight_transfer_engine":
         info = body["init_info"]
         assert ("packed" in info) == (VERSION >= (0, 28)), "vLLM 0.28 moved the packing from each update to the connection"
-        store = dist.TCPStore(info["master_address"], info["master_port"], info["world_size"], False, timedelta(seconds=20))
-        STATE["group"] = dist.ProcessGroupGloo(store, info["rank_offset"], info["world_size"], timedelta(seconds=20))
+        store = dist.TCPStore(info["master_address"], info["master_port"], info["world_size"], False, timedelta(seconds=60))
+        STATE["group"] = dist.ProcessGroupGloo(store, info["rank_offset"], info["world_size"], timedelta(seconds=60))
         STATE["packing"] = info
     elif path == "/start_weight_update":
         assert not STATE["active"], "start_weight_update called while a weight update is already active"

@@ -125,7 +125,7 @@ def triton_errors(tmp_path_factory):
     out = tmp_path_factory.mktemp("triton") / "errors.json"
     worker = Path(__file__).parent / "triton_worker.py"
     environment = os.environ | dict(TRITON_INTERPRET="1")
-    done = subprocess.run([sys.executable, str(worker), str(out)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(worker), str(out)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -72,7 +72,7 @@ def results(tmp_path_factory):
         (folder / "jobs.pkl").write_bytes(pickle.dumps([JOBS[name]() for name in names]))
         run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
                               str(HERE / "gradient_worker.py"), str(folder / "jobs.pkl"), str(folder / "out.pt")],
-                             capture_output=True, text=True, timeout=240)
+                             capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, run.stderr[-3000:]
         found[ranks] = dict(zip(names, torch.load(folder / "out.pt")))
     return found

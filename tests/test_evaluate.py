@@ -1,5 +1,7 @@
 """Evaluation beside training: its own settings and seeds, a share of the slots, pinned or told otherwise, and nothing of training changed."""
+import asyncio
 import json
+import math
 import threading
 from itertools import combinations
 
@@ -36,7 +38,14 @@ def answer(body):
 
 
 class Server(FakeVllm):
-    """Tells versions, as vLLM does."""
+    """Tells versions, as vLLM does. From the `held`-th on, by their seeds, rollouts come to no end."""
+
+    held = math.inf
+
+    async def _generate(self, request):
+        if (await request.json())["sampling_params"]["seed"] % 2**40 >= self.held:
+            await asyncio.sleep(3600)
+        return await super()._generate(request)
 
     async def _control(self, request):
         reply = await super()._control(request)
@@ -138,12 +147,12 @@ def test_a_killed_and_resumed_run_generates_nothing_before_the_restored_weights_
             raise Killed
         return plain(*args)
     with Server(answer, model=tiny_folder) as server:
-        server.faults = {number: [3600.0, None] for number in range(7 * 4, PROMPTS * 4)}        # groups 7 to 11 are in flight when it is killed
+        server.held = 7 * 4                                     # groups 7 to 11 are in flight when it is killed
         monkeypatch.setattr(train, "forward_backward", forward_backward)
         with pytest.raises(Killed):
             start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60"])
         assert threading.active_count() < 20
-        server.faults = {}
+        server.held = math.inf
         before, received = len(server.calls), len(server.received)
         monkeypatch.setattr(train, "forward_backward", plain)
         start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60", "resume_from_checkpoint=true"])

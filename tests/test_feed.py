@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, SMALL_MODEL
+from conftest import ROOT, SMALL_MODEL, until
 from fake_server import FakeServer, by_seed, choice
 
 from config import ConfigError, load_config
@@ -50,7 +50,7 @@ def test_every_prompt_of_the_epoch_arrives_once_and_then_the_samples_end(feed):
         made = feed(server)
         samples = list(made.samples(0))
         assert sorted(s.group_id for s in samples) == [g for g in range(6) for _ in range(4)]
-        assert list(made.samples(0)) == [] and made.process.join(10) is None and made.process.exitcode == 0
+        assert list(made.samples(0)) == [] and made.process.join(60) is None and made.process.exitcode == 0
         made.collect_metrics()
         assert made.window.result()["completions/mean_length"] == 3.0
 
@@ -70,25 +70,25 @@ def first_failure(made, within):
 
 def test_a_reward_function_that_raises_reaches_the_trainer_as_a_sentence(feed):
     with FakeServer() as server:
-        caught = first_failure(feed(server, "raise KeyError('no such answer')"), 90)
+        caught = first_failure(feed(server, "raise KeyError('no such answer')"), 300)
     assert caught.type is ConfigError and "reward function <lambda> raised KeyError: 'no such answer'" in str(caught.value)
 
 
 def test_a_reward_function_of_the_wrong_length_reaches_the_trainer_as_a_sentence(feed):
     with FakeServer() as server:
-        caught = first_failure(feed(server, "return [1.0]"), 90)
+        caught = first_failure(feed(server, "return [1.0]"), 300)
     assert "returned 1 rewards for 4 completions" in str(caught.value)
 
 
 def test_a_hook_that_raises_reaches_the_trainer_with_its_traceback(feed):
     more = "loop_cls=type('Broken', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: 1 / 0)),"
     with FakeServer() as server:
-        caught = first_failure(feed(server, more=more), 90)
+        caught = first_failure(feed(server, more=more), 300)
     assert caught.type is RuntimeError and "ZeroDivisionError" in str(caught.value) and "filter_prompt" in str(caught.value)
 
 
 def test_a_killed_process_is_noticed_within_seconds(feed):
-    with FakeServer(delay=0.5) as server:
+    with FakeServer(faults={n: [90.0, None] for n in range(4, 24)}) as server:        # only the first group comes
         made = feed(server)
         stream = made.samples(0)
         next(stream)
@@ -97,7 +97,7 @@ def test_a_killed_process_is_noticed_within_seconds(feed):
         with pytest.raises(RuntimeError, match=r"died with exit code -9 \(killed"):
             for _ in stream:
                 pass
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def long_answer(body):
@@ -108,24 +108,18 @@ def long_answer(body):
 def test_a_process_killed_in_the_middle_of_writing_a_sample_is_noticed_too(feed):
     with FakeServer(long_answer) as server:
         made = feed(server, "return [float(ids[0]) for ids in completion_ids]", max_model_len=8192)
-        deadline = time.monotonic() + 90
-        while not made.shared.samples._reader.poll(0.1):
-            assert time.monotonic() < deadline
-        time.sleep(1)
+        until(lambda: made.shared.samples._reader.poll(0.1), 300)
         os.kill(made.process.pid, signal.SIGKILL)
-        first_failure(made, 5)
+        first_failure(made, 30)
 
 
 def test_a_finished_process_may_wait_for_a_slow_trainer_longer_than_the_workers_timeout(feed):
     with FakeServer(long_answer) as server:
-        made = feed(server, "return [float(ids[0]) for ids in completion_ids]", more="rollout_worker_timeout=5.0,", max_model_len=8192)
-        deadline = time.monotonic() + 90
-        while made.shared.heartbeat.value != float("inf"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        time.sleep(6)
+        made = feed(server, "return [float(ids[0]) for ids in completion_ids]", more="rollout_worker_timeout=0.5,", max_model_len=8192)
+        until(lambda: made.shared.heartbeat.value == float("inf"), 300)
+        time.sleep(1)
         assert len(list(made.samples(0))) == 24
-        made.process.join(10)
+        made.process.join(60)
         assert made.process.exitcode == 0
 
 
@@ -134,22 +128,21 @@ def test_the_process_dies_with_a_trainer_that_is_killed(feed, tmp_path):
         feed(server, max_model_len=8192).stop()              # writes the config
         code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom config import load_config\nfrom feed import RolloutFeed\nfrom metrics import Window\n"
                 f"import time\nif __name__ == '__main__':\n    argv = [{str(tmp_path / 'x.py')!r}]\n    made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
-                "    made.start(0, 100000)\n    print(made.process.pid, flush=True)\n    time.sleep(60)\n")
+                "    made.start(0, 100000)\n    print(made.process.pid, flush=True)\n    time.sleep(600)\n")
         (tmp_path / "trainer.py").write_text(code)
         trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)
         child = psutil.Process(int(trainer.stdout.readline()))
-        while not server.bodies:
-            time.sleep(0.1)
+        until(lambda: server.bodies, 300)
         trainer.kill()
         trainer.wait()
-        child.wait(timeout=5)
+        child.wait(timeout=30)
 
 
 def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
-    more = ("loop_cls=type('Stuck', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: time.sleep(60))),"
+    more = ("loop_cls=type('Stuck', (__import__('rollout').AsyncRolloutLoop,), dict(filter_prompt=lambda self, *a: time.sleep(600))),"
             "rollout_worker_timeout=8.0,")
     with FakeServer() as server:
-        caught = first_failure(feed(server, more=more), 100)
+        caught = first_failure(feed(server, more=more), 300)
     assert "no sign of life" in str(caught.value)
 
 
@@ -185,13 +178,12 @@ def raised_by_next_plan(made, within):
 
 
 def test_a_process_killed_while_the_loop_waits_for_a_plan_wakes_it(feed):
-    with FakeServer(delay=60.0) as server:
+    with FakeServer(delay=90.0) as server:
         made = feed(server)
         made.plan_ahead(made.samples(0))
-        while not server.bodies:
-            time.sleep(0.1)
+        until(lambda: server.bodies, 300)
         threading.Timer(0.5, os.kill, (made.process.pid, signal.SIGKILL)).start()
-        assert "died with exit code -9" in raised_by_next_plan(made, 5)
+        assert "died with exit code -9" in raised_by_next_plan(made, 30)
 
 
 def test_a_process_that_died_while_a_plan_lay_ready_is_noticed_before_that_plan_is_used(feed):
@@ -200,11 +192,10 @@ def test_a_process_that_died_while_a_plan_lay_ready_is_noticed_before_that_plan_
         made = feed(server, more="max_concurrent_rollouts=1,", allowance=1)
         made.plan_ahead(made.samples(0))
         assert made.next_plan() is not None
-        while not made.planned.done():
-            time.sleep(0.1)
+        until(made.planned.done)
         os.kill(made.process.pid, signal.SIGKILL)
-        made.process.join(5)
-        assert "died with exit code -9" in raised_by_next_plan(made, 5)
+        made.process.join(60)
+        assert "died with exit code -9" in raised_by_next_plan(made, 30)
 
 
 @pytest.mark.parametrize("after", ["at once", "with a full queue"])
@@ -215,10 +206,10 @@ def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed,
         made.plan_ahead(made.samples(0))
         if after == "with a full queue":
             made.next_plan()
-            time.sleep(2)
+            until(lambda: made.shared.samples.qsize() > 1)
         child = psutil.Process(made.process.pid)
         started = time.monotonic()
         made.stop()
         made.stop()
-        assert time.monotonic() - started < 10 and not child.is_running()
+        assert time.monotonic() - started < 30 and not child.is_running()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("planner")]

@@ -291,7 +291,7 @@ def trained(folder, config, model, answer):
     with FakeVllm(answer, keep=False, model=model, length=512) as server:
         server.metrics = LOAD
         done = subprocess.run([sys.executable, "train.py", str(folder / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={folder}/run"],
-                              cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
+                              cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "run", lines(folder / "run" / "metrics.jsonl"), done.stdout
 

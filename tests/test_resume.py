@@ -277,7 +277,7 @@ def on_two_ranks(folder, *argv):
     (folder / "arguments.json").write_text(json.dumps(argv))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "arguments.json"), str(folder / "out.pt")],
-                          capture_output=True, text=True, timeout=200)
+                          capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.load(folder / "out.pt")
 

@@ -13,9 +13,10 @@ from fractions import Fraction
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from conftest import make_sample
+from conftest import make_sample, until
 
 import rewards as rewards_module
 from config import ConfigError
@@ -27,10 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:accuracy_reward leaves a complet
 PROMPT = [dict(role="user", content="What is seven?")]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patient():
+    """A machine that is busy charges its CPU time too: the limit is for the tests that are about it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards_module, "GRADE_SECONDS", 60)
+        yield
+
+
 def call(*funcs, count=2, **columns):
     completions = [[dict(role="assistant", content="x" * i)] for i in range(count)]
     rewards = call_rewards(list(funcs), [PROMPT] * count, completions, [[7] * (i + 1) for i in range(count)], columns)
-    return asyncio.run(asyncio.wait_for(rewards, 2))
+    return asyncio.run(asyncio.wait_for(rewards, 60))
 
 
 def sync_length(completions, **columns):
@@ -170,63 +179,83 @@ def test_a_type_error_inside_a_function_is_no_misfit():
         call(lambda **columns: [float(None), 1.0])
 
 
-def test_functions_run_concurrently_in_threads():
-    def slow(**columns):
-        time.sleep(0.3)
-        return [1.0, 0.0]
+@pytest.mark.parametrize("sync, others", [(2, 0), (40, 40)])        # 40: more than the event loop's own pool has threads
+def test_functions_run_concurrently_in_threads(sync, others):
+    """None returns before the last has begun."""
+    begun, all_begun = [], threading.Event()
 
-    async def slow_async(**columns):
-        await asyncio.sleep(0.3)
-        return [1.0, 0.0]
-    started = time.monotonic()
-    call(slow, slow)
-    assert time.monotonic() - started < 0.5
-    call(*[slow] * 40, *[slow_async] * 40)          # more than the event loop's own pool has threads
-    assert time.monotonic() - started < 1.5
+    def begin():
+        begun.append(1)
+        if len(begun) == sync + others:
+            all_begun.set()
 
+    def meets(**columns):
+        begin()
+        return [float(all_begun.wait(30)), 0.0]
 
-@pytest.mark.parametrize("slow", [lambda **columns: time.sleep(0.4) or [1.0], partial(lambda wait, **columns: time.sleep(wait) or [1.0], 0.4)])
-def test_a_sync_function_that_sleeps_does_not_delay_another_coroutine(slow):
-    async def ticks_meanwhile():
-        scoring, gaps, last = asyncio.create_task(call_rewards([slow], [PROMPT], ["x"], [[1]], {})), [], time.monotonic()
-        while not scoring.done():
+    async def meets_async(**columns):
+        begin()
+        while not all_begun.is_set():
             await asyncio.sleep(0.01)
-            gaps, last = [*gaps, time.monotonic() - last], time.monotonic()
-        return gaps
-    gaps = asyncio.run(ticks_meanwhile())
-    assert sum(gaps) >= 0.4 and max(gaps) < 0.2
+        return [1.0, 0.0]
+    assert call(*[meets] * sync, *[meets_async] * others).tolist() == [[1.0, 0.0]] * (sync + others)
+
+
+@pytest.mark.parametrize("wrap", [lambda func: lambda **columns: func(30, **columns), lambda func: partial(func, 30)])
+def test_a_sync_function_that_sleeps_does_not_delay_another_coroutine(wrap):
+    begun, ticked = threading.Event(), threading.Event()
+
+    def waits_for_the_other(seconds, **columns):
+        begun.set()
+        return [float(ticked.wait(seconds))]
+
+    async def ticks_meanwhile():
+        scoring = asyncio.create_task(call_rewards([wrap(waits_for_the_other)], [PROMPT], ["x"], [[1]], {}))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        ticked.set()
+        return await scoring
+    assert asyncio.run(ticks_meanwhile()).tolist() == [[1.0]]
 
 
 def test_a_function_that_hangs_does_not_keep_the_error_of_another_in():
-    threads = []
+    threads, released = [], threading.Event()
 
     def hangs(**columns):
         threads.append(threading.current_thread())
-        threading.Event().wait(60)
-    started = time.monotonic()
+        released.wait(60)
     with pytest.raises(ConfigError, match="raises_sync"):
         call(hangs, raises_sync)
-    assert time.monotonic() - started < 2           # asyncio.run waits for the threads of the loop's own pool
+    until(lambda: threads)
+    assert threads[0].is_alive()                    # asyncio.run waits for the threads of the loop's own pool
     assert threads[0].daemon                        # so that the process can end too
+    released.set()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_scoring_that_is_cancelled_ends_as_cancelled():
+    threads, released = [], threading.Event()
+
     async def cancelled():
         scoring = asyncio.create_task(call_rewards([waits_in_a_thread, sleeps], [PROMPT], ["x"], [[1]], {}))
-        await asyncio.sleep(0.05)
+        while len(threads) < 2:
+            await asyncio.sleep(0.01)
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
         return scoring.cancelled()
 
     def waits_in_a_thread(**columns):
-        time.sleep(0.2)
+        threads.append(threading.current_thread())
+        released.wait(60)
         return [1.0]
 
     async def sleeps(**columns):
+        threads.append(None)
         await asyncio.sleep(60)
-    assert asyncio.run(cancelled())
-    time.sleep(0.3)                                 # for the thread to end, quietly
+    assert asyncio.run(cancelled()) and any(thread and thread.is_alive() for thread in threads)
+    released.set()
+    for thread in filter(None, threads):
+        thread.join()                               # it ends quietly
 
 
 def test_a_function_that_changes_its_lists_changes_no_other_functions():
@@ -291,6 +320,7 @@ def test_the_text_of_a_completion_is_its_last_assistant_message(completion, text
 
 
 FAKE_MATH_VERIFY = """
+import os, pathlib
 LatexExtractionConfig = list
 
 def parse(text, **options):
@@ -300,6 +330,10 @@ def parse(text, **options):
 
 def verify(gold, answer, *digits, **limits):
     print("what a library prints is no reward")
+    if answer == ["9 ** 9 ** 9"]:
+        written = pathlib.Path(__file__).with_name("written")
+        written.write_text(str(os.getpid()))
+        written.rename(written.with_name("endless"))
     return gold == ["$7$"] and answer == ["9 ** 9 ** 9"] and 9 ** 9 ** 9 > 1 or gold == ["$7$"] and answer == ["seven"]
 """
 
@@ -324,18 +358,19 @@ def test_a_solution_that_cannot_be_parsed_and_a_grader_that_fails_leave_the_comp
     assert [str(warning.message).split(": ", 1)[1] for warning in caught] == ["ZeroDivisionError: an internal error", "it cannot be parsed"]
 
 
-def test_an_answer_without_end_is_left_unscored_and_stalls_neither_the_loop_nor_the_next_answer(fake_math_verify):
+def test_an_answer_without_end_is_left_unscored_and_stalls_neither_the_loop_nor_the_next_answer(fake_math_verify, tmp_path):
     """9 ** 9 ** 9 holds the interpreter's lock: in a thread it would stop everything, and no limit on waiting would end it."""
     async def scored():
-        completions, longest, last = ["seven", "9 ** 9 ** 9", "seven", "8"], 0.0, time.monotonic()
+        completions, meanwhile = ["seven", "9 ** 9 ** 9", "seven", "8"], 0
         scoring = asyncio.create_task(call_rewards([accuracy_reward], [PROMPT] * 4, completions, [[1]] * 4, dict(solution=[7] * 4)))
         while not scoring.done():
             await asyncio.sleep(0.01)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        return scoring.result()[0], longest
+            if (tmp_path / "endless").exists():                 # with the process that computes it, until it is ended
+                meanwhile += psutil.pid_exists(int((tmp_path / "endless").read_text()))
+        return scoring.result()[0], meanwhile
     with pytest.warns(UserWarning, match="it took over 1 s"):
-        values, longest = asyncio.run(scored())
-    assert np.array_equal(values, [1.0, math.nan, 1.0, 0.0], equal_nan=True) and longest < 0.5
+        values, meanwhile = asyncio.run(scored())
+    assert np.array_equal(values, [1.0, math.nan, 1.0, 0.0], equal_nan=True) and meanwhile > 5     # of 100 on a quiet machine
 
 
 def test_a_grading_process_that_was_killed_is_replaced(fake_math_verify):
@@ -393,9 +428,9 @@ def test_boxed_gives_what_is_in_balanced_boxes(text, contents):
 
 
 def test_a_reply_that_repeats_itself_costs_no_time_and_breaks_nothing():
-    started = time.monotonic()
+    started = time.thread_time()
     assert boxed(r"\boxed{" * 20000) == [] and number_match(["9" * 30000, "1," * 30000, "1,111" * 10000, "1/" * 30000], [9] * 4) == [0.0] * 4
-    assert plain("9" * 30000) == "9" * 30000 and time.monotonic() - started < 2
+    assert plain("9" * 30000) == "9" * 30000 and time.thread_time() - started < 2
 
 
 @pytest.mark.parametrize("text, number", [

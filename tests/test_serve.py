@@ -51,7 +51,7 @@ def test_the_servers_dtype_is_the_trainers_compute_dtype():
 
 def test_serve_prints_the_command_it_would_run():
     run = subprocess.run([sys.executable, "serve.py", "configs/smollm_cpu.py", "vllm_max_model_length=99", "bf16=false", "--print"],
-                         cwd=ROOT, capture_output=True, text=True, timeout=60)
+                         cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and run.stdout.startswith("VLLM_SERVER_DEV_MODE=1 ") and "--max-model-len 99 " in run.stdout and "--dtype float32" in run.stdout
 
 
@@ -110,7 +110,7 @@ def test_a_server_that_never_answers_ends_the_wait_in_a_sentence(capsys):
     started = time.monotonic()
     with pytest.raises(ConfigError, match="no vLLM server answered at http://127.0.0.1:9 within vllm_server_timeout=1 s"):
         wait_for_server(tiny_config(vllm_server_base_url="http://127.0.0.1:9", vllm_server_timeout=1), None)
-    assert time.monotonic() - started < 5 and "python serve.py" in capsys.readouterr().out
+    assert time.monotonic() - started < 20 and "python serve.py" in capsys.readouterr().out
 
 
 def test_an_owned_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_path):

@@ -144,7 +144,7 @@ def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2", ranks=1):
     (tmp_path / "x.py").write_text(CONFIG.format(model=server.model, factor=factor, prompts=prompts, more=more))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     done = subprocess.run([sys.executable, *launcher, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120)
+                          cwd=ROOT, capture_output=True, text=True, timeout=600)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if (tmp_path / "run" / "metrics.jsonl").exists() else []
     return done, [json.loads(line) for line in lines]
 
@@ -174,7 +174,7 @@ def test_when_rank_0_fails_the_other_rank_does_not_wait_for_it(tmp_path, tiny_fo
     with FakeVllm(keep=False, failing=failing, model=tiny_folder) as server:
         started = time.monotonic()
         done, _ = run(tmp_path, server, factor, ranks=2)
-    assert done.returncode != 0 and words in done.stderr and time.monotonic() - started < 60
+    assert done.returncode != 0 and words in done.stderr and time.monotonic() - started < 300         # not the 1800 s of a collective
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path, tiny_folder):

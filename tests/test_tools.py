@@ -542,7 +542,7 @@ def test_a_slow_tool_holds_up_no_other_rollout_and_runs_on_no_more_threads_than_
         """
         running.append(a)
         most.append(len(running))
-        meeting.wait(10)
+        meeting.wait(40)
         running.pop()
         return a
     out, _ = agent(lambda text, turn, seed: hermes("slow", a=1) if turn == 0 else "done", tools=[slow], num_generations=8, max_concurrent_rollouts=8)

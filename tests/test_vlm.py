@@ -221,7 +221,7 @@ def over_ranks(checkpoints, tmp_path_factory):
     """over_ranks[ranks][family], and the folder where each saved its models."""
     out = tmp_path_factory.mktemp("ranks")
     run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
-                          str(checkpoints), str(out)], capture_output=True, text=True, timeout=120)
+                          str(checkpoints), str(out)], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     alone = {family: step_of(checkpoints / family, out / "alone" / family) for family in FAMILIES}
