@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from config import Config, ConfigError
 from model import Policy
+from vllm_worker import open_group
 from weights import announced, gathered, pieces
 
 Entry = tuple[str, torch.dtype, tuple[int, ...], int]        # name, dtype, shape, offset in bytes
@@ -43,6 +44,7 @@ class Staging:
         per_unit = [announced(self.lm, [unit]) for unit in self.units]
         self.unit_sizes = [len(tensors) for tensors in per_unit]
         self.chunks, self.bytes = cut([tensor for unit in per_unit for tensor in unit], limit, align)
+        self.layout = [[[name, str(dtype).removeprefix("torch."), list(shape), offset] for name, dtype, shape, offset in chunk] for chunk in self.chunks]
         self.buffers = make_buffers(self.bytes) if dist.get_rank() == 0 else []
 
     @torch.no_grad()
@@ -70,16 +72,21 @@ class Staging:
 
 
 class Nccl:
-    """Packed broadcasts, a communicator for each server, so that one that fails takes no other with it.
+    """Broadcasts, a communicator for each server, so that one that fails takes no other with it.
 
-    Two buffers: while one is being sent the next chunk is gathered into the other.
+    The workers of servers that serve.py started take them themselves (vllm_worker.py); if one of the servers has no such workers, all get
+    vLLM's packed weight transfer, which reloads tensor by tensor. Two buffers: while one is being sent the next chunk is gathered into the other.
     """
 
     pauses, limit = True, 256 << 20
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
-        self.staging = Staging(policy, dtype, self.limit, 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
+        ours = [all("takes_weights" in control.reply(server, "/collective_rpc", dict(method="takes_weights")).text for server in range(len(control.urls)))
+                if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(ours, src=0)
+        self.by_plan, self.told = ours[0], set()
+        self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
         self.chunks = len(self.staging.chunks)
         self.groups, self.stateful, self.streams, self.updates, self.sent = {}, {}, {}, {}, [{}, {}]        # by server; `sent`: events of each buffer
         self.threads = ThreadPoolExecutor(len(control.urls), "update_weights")
@@ -100,15 +107,15 @@ class Nccl:
         """Open the group at the first sync, announce what comes, and let the server wait for it in a thread."""
         if server not in self.groups:
             self._connect(server)
+        path, body = ("/collective_rpc", dict(method="receive_weights")) if self.by_plan else ("/update_weights", dict(update_info=self._announce(server)))
+        self.updates[server] = self.threads.submit(self.control.post, server, "update", path, body)
+
+    def _announce(self, server: int) -> dict:
         if not self.control.try_once(server, "/start_weight_update", dict(is_checkpoint_format=True)):
             self.control.try_once(server, "/finish_weight_update")                       # left open by a run that died
             self.control.post(server, "start", "/start_weight_update", dict(is_checkpoint_format=True))
-        entries = [entry for chunk in self.staging.chunks for entry in chunk]
-        info = dict(names=[name for name, *_ in entries], dtype_names=[str(dtype).removeprefix("torch.") for _, dtype, *_ in entries],
-                    shapes=[list(shape) for _, _, shape, _ in entries])
-        if not self.stateful[server]:
-            info |= self._packing()
-        self.updates[server] = self.threads.submit(self.control.post, server, "update", "/update_weights", dict(update_info=info))
+        names, dtypes, shapes, _ = zip(*(entry for chunk in self.staging.layout for entry in chunk))
+        return dict(names=names, dtype_names=dtypes, shapes=shapes) | ({} if self.stateful[server] else self._packing())
 
     def send(self, server: int, chunk: int) -> None:
         if self.updates[server].done():
@@ -122,6 +129,13 @@ class Nccl:
                 self._result(server)             # what the server says tells more
             self._forget(server)
             raise RuntimeError(f"weight sync failed in its phase 'transfer' at {self.control.urls[server]} ({error}).") from error
+        if chunk == self.chunks - 1:
+            reply = self._result(server)
+            for events in self.sent:
+                if server in events:
+                    self._wait(server, events[server])
+            if self.by_plan and server not in self.told:
+                self.told.add(say_how(reply) and server)
 
     def _broadcast(self, server: int, chunk: int) -> None:
         if self.device.type != "cuda":
@@ -133,18 +147,15 @@ class Nccl:
             self.sent[chunk % 2][server] = stream.record_event()
 
     def finish(self, server: int, version: int) -> None:
-        self._result(server)
-        for events in self.sent:
-            if server in events:
-                self._wait(server, events[server])
-        self.control.post(server, "finish", "/finish_weight_update", dict(weight_version=str(version)))
+        if not self.by_plan:
+            self.control.post(server, "finish", "/finish_weight_update", dict(weight_version=str(version)))
 
     def clean(self, version: int) -> None:
         pass
 
-    def _result(self, server: int) -> None:
+    def _result(self, server: int) -> str:
         try:
-            self.updates[server].result()
+            return self.updates[server].result()
         except RuntimeError:
             self._forget(server)
             raise
@@ -171,21 +182,27 @@ class Nccl:
     def _connect(self, server: int) -> None:
         """Both ends of a group must enter at once; ours waits in a thread, so that what the server says is heard."""
         world = self.control.reply(server, "/get_world_size").json()["world_size"] + 1
-        major, minor = map(int, re.match(r"(\d+)\.(\d+)", self.control.reply(server, "/version").json()["version"]).groups())
-        self.stateful[server] = (major, minor) >= (0, 28)      # since then packing is agreed on once, not at each update
-        self.control.try_once(server, "/shutdown_weight_transfer_engine")                # of a run before this one
         address, opened = own_address(self.control.urls[server]), {}
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, world, self.device)), daemon=True, name="group")
+        if self.by_plan:
+            buffer = dict(address=address, port=port, world_size=world, bytes=self.staging.bytes)
+            path, body = "/collective_rpc", dict(method="attach_weights", kwargs=dict(buffer=buffer, chunks=self.staging.layout))
+        else:
+            major, minor = map(int, re.match(r"(\d+)\.(\d+)", self.control.reply(server, "/version").json()["version"]).groups())
+            self.stateful[server] = (major, minor) >= (0, 28)  # since then packing is agreed on once, not at each update
+            self.control.try_once(server, "/shutdown_weight_transfer_engine")            # of a run before this one
+            info = dict(master_address=address, master_port=port, rank_offset=1, world_size=world)
+            path, body = "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {}))
+        thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, 0, world, self.device)), daemon=True, name="group")
         thread.start()
-        info = dict(master_address=address, master_port=port, rank_offset=1, world_size=world)
-        self.control.post(server, "connection", "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {})))
+        self.control.post(server, "connection", path, body)
         thread.join(60)
         if "group" not in opened:
             raise RuntimeError(f"weight sync failed in its phase 'connection' at {self.control.urls[server]} (no NCCL group with it at {address}:{port}).")
         self.groups[server] = opened["group"]
+        self.told.discard(server)
 
 
 def own_address(url: str) -> str:
@@ -193,13 +210,6 @@ def own_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((urlparse(url).hostname, 9))               # sends nothing
         return probe.getsockname()[0]
-
-
-def open_group(address: str, port: int, world_size: int, device: torch.device):
-    """Rank 0 of the NCCL group that a server's workers enter; has `broadcast(tensor, src, stream)`."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
-    return PyNcclCommunicator(StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size), device=device)
 
 
 def check_fits(trained: int, free: int, total: int) -> None:
@@ -227,10 +237,9 @@ class Ipc:
         if self.device.type == "cuda":
             check_fits(sum(p.numel() for p in policy.parameters() if p.requires_grad), *torch.cuda.mem_get_info(self.device))
         self.staging = Staging(policy, dtype, self.limit, 16, self._buffers)
-        self.chunks, self.learnt = len(self.staging.chunks), False
-        layout = [[[name, str(dtype).removeprefix("torch."), list(shape), offset] for name, dtype, shape, offset in chunk] for chunk in self.staging.chunks]
+        self.chunks, self.told = len(self.staging.chunks), False
         try:
-            self._call("attach", "attach_weights", buffer=self.handle, chunks=layout)
+            self._call("attach", "attach_weights", buffer=self.handle, chunks=self.staging.layout)
         except RuntimeError as error:
             raise ConfigError(f"weight_sync_backend=ipc: {error} If the server has no such method, restart it with: python serve.py <this config>") from None
         if self.device.type == "cpu":
@@ -264,20 +273,18 @@ class Ipc:
         pass
 
     def send(self, server: int, chunk: int) -> None:
-        self._call("load", "load_weights_chunk", chunk=chunk)
+        self.reply = self._call("load", "load_weights_chunk", chunk=chunk)
 
     def finish(self, server: int, version: int) -> None:
-        if not self.learnt:
-            self._learn()
-
-    def _learn(self) -> None:
-        """Once, after the first whole load: with the same chunks in the buffer again the server finds out where each tensor goes."""
-        for chunk in range(self.chunks):
-            self._fill(chunk, self.staging.gather(chunk))
-            reply = self._call("copy plan", "learn_weights_chunk", chunk=chunk)
-        self.learnt = True
-        reason = re.search(r'"reason":"((?:[^"\\]|\\.)*)"', reply)
-        print(f"the server reloads the weights tensor by tensor: {reason[1]}" if reason else "the server takes the weights by its copy plan", flush=True)
+        if not self.told:
+            self.told = say_how(self.reply)
 
     def clean(self, version: int) -> None:
         pass
+
+
+def say_how(reply: str) -> bool:
+    """Print how a server of serve.py's takes weights, as it says after the first sync."""
+    reason = re.search(r'"reason":"((?:[^"\\]|\\.)*)"', reply)
+    print(f"the server reloads the weights tensor by tensor: {reason[1]}" if reason else "the server takes the weights by its copy plan", flush=True)
+    return True

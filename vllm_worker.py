@@ -1,54 +1,88 @@
-"""Runs inside the vLLM server (--worker-extension-cls vllm_worker.CopyPlan): weights from a buffer shared with the trainer, without a per-tensor reload.
+"""Runs inside the vLLM server (--worker-extension-cls vllm_worker.CopyPlan): weights from the trainer's broadcasts or a buffer shared with it, without a
+per-tensor reload.
 
 vLLM's own reload calls Python for every tensor. Here it runs once. Then each of the model's loaders is asked, without letting it
 write, which slice of which parameter it would fill from which part of the buffer; if those slices already hold exactly these bytes,
-and together they are all that was sent, later syncs are one batched copy. A model whose weights vLLM rearranges after loading
+later syncs are one batched copy a chunk. A model whose weights vLLM rearranges after loading
 (quantised, packed for a CPU) fails that comparison and is reloaded by vLLM each time.
 """
 import base64
 import time
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+GLOO_TIMEOUT = timedelta(minutes=30)
+
+
 class CopyPlan:
-    """Mixed into vLLM's worker; every method is called by name through /collective_rpc."""
+    """Mixed into vLLM's worker; every public method is called by name through /collective_rpc."""
 
     def attach_weights(self, buffer: dict, chunks: list) -> dict:
-        """Map the trainer's buffer. chunks: for each filling of it a list of [name, dtype, shape, offset in bytes]."""
-        self.sync_buffer = open_buffer(buffer, self.device)
-        self.sync_chunks = [[(name, view(self.sync_buffer, dtype, shape, offset)) for name, dtype, shape, offset in chunk] for chunk in chunks]
-        self.sync_plan, self.sync_reason = [], "the plan is not complete"
+        """Map the trainer's buffer, or open a group with it. chunks: for each filling of the buffer a list of [name, dtype, shape, offset in bytes]."""
+        self.sync_group = self.sync_buffer = None            # of a run before this one
+        if "port" in buffer:
+            parallel = self.vllm_config.parallel_config
+            rank = 1 + parallel.data_parallel_index * parallel.world_size + self.rank
+            self.sync_group = open_group(buffer["address"], buffer["port"], rank, buffer["world_size"], self.device)
+            self.sync_buffer = torch.empty(buffer["bytes"], dtype=torch.uint8, device=self.device)
+        else:
+            self.sync_buffer = open_buffer(buffer, self.device)
+        self.sync_layout, self.sync_chunks = chunks, [[(name, view(self.sync_buffer, dtype, shape, offset)) for name, dtype, shape, offset in chunk] for chunk in chunks]
+        self.sync_ends = [layout[-1][3] + tensors[-1][1].nbytes for layout, tensors in zip(chunks, self.sync_chunks)]
+        self.sync_plan, self.sync_reason, self.sync_kept = [], "the first load goes through vLLM's own", []
         return dict(bytes=self.sync_buffer.numel())
+
+    def takes_weights(self) -> dict:
+        """Asked of a server to find out whether its workers have this class."""
+        return dict(takes_weights=True)
 
     def load_weights_chunk(self, chunk: int) -> dict:
         """Take the buffer's present content, the chunk of that number, into the model."""
         started = time.perf_counter()
-        with torch.inference_mode():
-            if self.sync_reason is None:
-                torch._foreach_copy_(*self.sync_plan[chunk])
-            else:
-                self._reload(chunk)
+        self._take(chunk)
+        return self._taken(started)
+
+    def receive_weights(self) -> dict:
+        """Every chunk, from the trainer's broadcasts."""
+        started = time.perf_counter()
+        for chunk in range(len(self.sync_chunks)):
+            self.sync_group.broadcast(self.sync_buffer[:self.sync_ends[chunk]], src=0)
+            self._take(chunk)                            # of one stream: the next broadcast waits for it
+        return self._taken(started)
+
+    @torch.inference_mode()
+    def _take(self, chunk: int) -> None:
+        if self.sync_reason is None:
+            targets, sources = self.sync_plan[chunk]
+            return torch._foreach_copy_(targets, sources) if targets else None
+        self._reload(chunk)
+        if self.sync_kept is not None:
+            self.sync_kept.append(self.sync_buffer.to("cpu", copy=True))
+            if chunk == len(self.sync_chunks) - 1:
+                self._learn()
+
+    def _taken(self, started: float) -> dict:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)          # the trainer fills the buffer again after this reply
-        return dict(seconds=time.perf_counter() - started, by_plan=self.sync_reason is None)
+        return dict(seconds=time.perf_counter() - started, by_plan=self.sync_reason is None, reason=self.sync_reason)
 
-    def learn_weights_chunk(self, chunk: int) -> dict:
-        """After a whole load, with the same chunk in the buffer again: extend the plan, or give it up and say why."""
-        model, chunks = self.model_runner.get_model(), self.sync_chunks
-        if len(self.sync_plan) == chunk:
-            with torch.inference_mode():
-                copies, reason = trace_copies(model, chunks[chunk])
-            reason = reason or self._packed(model)
-            self.sync_plan.append(copies)
-            if reason or chunk == len(chunks) - 1:
-                self.sync_reason = reason
-            if reason:
-                self.sync_plan = []
-        return dict(reason=self.sync_reason, copies=sum(len(targets) for targets, _ in self.sync_plan))
+    def _learn(self) -> None:
+        """After the first whole load, from what was in the buffer then: the plan, or why there is none."""
+        model, kept, self.sync_kept = self.model_runner.get_model(), self.sync_kept, None
+        sent = [(name, view(kept[chunk], dtype, shape, offset)) for chunk, layout in enumerate(self.sync_layout) for name, dtype, shape, offset in layout]
+        copies, self.sync_reason = trace_copies(model, sent)
+        self.sync_reason = self.sync_reason or self._packed(model)
+        of_chunk, self.sync_plan = {storage(content): chunk for chunk, content in enumerate(kept)}, [([], []) for _ in kept]
+        for target, source in copies:
+            targets, sources = self.sync_plan[of_chunk[storage(source)]]
+            targets.append(target)
+            sources.append(self.sync_buffer[:len(self.sync_buffer) // 16 * 16].view(source.dtype).as_strided(source.shape, source.stride(), source.storage_offset()))
 
     def _packed(self, model) -> str | None:
         """On a CPU vLLM computes with packed copies that no parameter shows."""
@@ -66,6 +100,24 @@ class CopyPlan:
             model.load_weights([(name, tensor.clone()) for name, tensor in self.sync_chunks[chunk]])     # it keeps some until the end
             if chunk == len(self.sync_chunks) - 1:
                 finalize_layerwise_reload(model, self.model_config)
+
+
+def open_group(address: str, port: int, rank: int, world_size: int, device: torch.device):
+    """The NCCL group of the trainer, rank 0, and its servers' workers; has `broadcast(tensor, src, stream)`. On a CPU one of gloo."""
+    if device.type == "cuda":
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        return PyNcclCommunicator(StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size), device=device)
+    store = dist.TCPStore(address, port, world_size, rank == 0, GLOO_TIMEOUT)
+    return Gloo(dist.ProcessGroupGloo(store, rank, world_size, GLOO_TIMEOUT))
+
+
+class Gloo:
+    def __init__(self, group):
+        self.group = group
+
+    def broadcast(self, tensor: Tensor, src: int, stream=None) -> None:
+        self.group.broadcast(tensor, src).wait()
 
 
 def open_buffer(buffer: dict, device: torch.device) -> Tensor:
@@ -107,19 +159,19 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def trace_copies(model, tensors: list[tuple[str, Tensor]]) -> tuple[tuple[list[Tensor], list[Tensor]], str | None]:
-    """((slices of the model's parameters, slices of the buffer), None), or why later syncs cannot be copies. What no loader takes, vLLM ignores too."""
-    live = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
+def trace_copies(model, tensors: list[tuple[str, Tensor]]) -> tuple[list[tuple[Tensor, Tensor]], str | None]:
+    """([(slice of a parameter, slice of what was sent), …], None), or why later syncs cannot be copies. What no loader takes, vLLM ignores too."""
+    live, given = ({storage(tensor) for tensor in some if tensor.numel()} for some in ([*model.parameters(), *model.buffers()], [tensor for _, tensor in tensors]))
     with Recorder(live) as seen:
         try:
             model.load_weights(tensors)
         except Exception as error:           # the loaders of a model whose weights were rearranged fail in ways of their own
-            return ([], []), f"{type(error).__name__}: {error}"
+            return [], f"{type(error).__name__}: {error}"
     if seen.strange or not seen.copies:
-        return ([], []), f"a loader {'also runs ' + seen.strange if seen.strange else 'copies nothing'}"
+        return [], f"a loader {'also runs ' + seen.strange if seen.strange else 'copies nothing'}"
     for target, source in seen.copies:
-        if storage(source) != storage(tensors[0][1]):
-            return ([], []), f"a loader computes new values of shape {tuple(target.shape)}"
-        if not torch.equal(target, source.to(target.dtype)):
-            return ([], []), f"the model does not hold a tensor of shape {tuple(source.shape)} as it was sent"
-    return tuple([part.detach() for part in parts] for parts in zip(*seen.copies)), None
+        if storage(source) not in given:
+            return [], f"a loader computes new values of shape {tuple(target.shape)}"
+        if not torch.equal(target, source.to(target.device, target.dtype)):
+            return [], f"the model does not hold a tensor of shape {tuple(source.shape)} as it was sent"
+    return [(target.detach(), source.detach()) for target, source in seen.copies], None

@@ -3,18 +3,21 @@
     python bench/sync.py configs/x.py [times=20] [own=true] [any option of the config=value …]
 
 Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
-every weight_sync_backend; disk and ipc also on a CPU, where ipc goes through shared memory. With own=true the same server (ipc on a GPU,
-vLLM 0.28 or newer) also gets the weights from vLLM's IPCTrainerWeightTransferEngine, in turns. The first gather lies before the pause, and
-gb_per_s is of the transfer alone. After each sender the proof of sync must hold.
+every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl. With own=true the same server (on a GPU,
+vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first gather lies before the pause;
+gb_per_s is of the transfer phase. After each sync the proof of sync must hold.
 """
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import requests
 import torch
 import torch.distributed as dist
 
@@ -27,6 +30,7 @@ from proof import Proof  # noqa: E402
 from serve import answers  # noqa: E402
 from shard import shard  # noqa: E402
 from sync import make_sync  # noqa: E402
+from transport import own_address  # noqa: E402
 from weights import announced, gathered, pieces  # noqa: E402
 
 
@@ -37,47 +41,67 @@ def ours(sync, version):
     return sync.phases | dict(pause_to_resume=sync.paused, total=time.perf_counter() - started)
 
 
-def make_own(policy, dtype, url):
-    """version → seconds by phase of vLLM's own sender."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+def make_own(policy, dtype, url, backend):
+    """version → seconds by phase of the sender that vLLM 0.26 and 0.27 have for trainers (later ones have another)."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    assert hasattr(NCCLWeightTransferEngine, "trainer_send_weights"), "own=true needs vLLM 0.26 or 0.27"
+    seconds, threads = {}, ThreadPoolExecutor(1)
 
-    class Source(WeightSource):
-        def metadata(self):
-            return [ParamMeta(*tensor) for tensor in announced(policy.lm, pieces(policy, dtype))]
+    def post(phase, path, body=None):
+        started = time.perf_counter()
+        reply = requests.post(f"{url}/{path}", json=body, timeout=300)
+        assert reply.ok, f"{path}: {reply.status_code} {reply.text[:500]}"
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
 
-        def __iter__(self):
-            for unit in gathered(policy.lm, pieces(policy, dtype)):
-                yield from unit.items()
+    def tensors():
+        for unit in gathered(policy.lm, pieces(policy, dtype)):
+            yield from unit.items()
 
-    class Timed(HTTPVLLMWeightSyncClient):
-        def _post(self, path, json=None):
-            started = time.perf_counter()
-            super()._post(path, json)
-            seconds[path] = seconds.get(path, 0.0) + time.perf_counter() - started
+    init = {}
+    if backend == "nccl":
+        world = requests.get(f"{url}/get_world_size", timeout=60).json()["world_size"] + 1
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            init = dict(master_address=own_address(url), master_port=probe.getsockname()[1], world_size=world)
+        joining = threads.submit(post, "init", "init_weight_transfer_engine", dict(init_info=init | dict(rank_offset=1)))
+        group = NCCLWeightTransferEngine.trainer_init(init)
+        joining.result()
+    else:
+        post("init", "init_weight_transfer_engine", dict(init_info={}))
 
-    seconds, client = {}, Timed(url)
-    engine = IPCTrainerWeightTransferEngine.trainer_init(IPCTrainerInitInfo(rank=0, packed=False), client=client, source=Source())
+    def transfer():
+        if backend == "ipc":
+            return IPCWeightTransferEngine.trainer_send_weights(tensors(), dict(send_mode="http", url=url))
+        names, dtypes, shapes = zip(*((name, str(kind).removeprefix("torch."), list(shape)) for name, kind, shape in announced(policy.lm, pieces(policy, dtype))))
+        receiving = threads.submit(post, "update", "update_weights", dict(update_info=dict(names=names, dtype_names=dtypes, shapes=shapes, packed=True)))
+        NCCLWeightTransferEngine.trainer_send_weights(tensors(), dict(group=group, packed=True))
+        receiving.result()
 
     @torch.no_grad()
     def send(version):
         seconds.clear()
         started = time.perf_counter()
-        client._post("pause?mode=keep")
-        engine.send_weights()
-        client._post("reset_prefix_cache?reset_running_requests=true")
-        client._post("update_weight_version", dict(new_version=str(version)))
-        client._post("resume")
-        total = time.perf_counter() - started
-        names = dict(pause="pause?mode=keep", start="start_weight_update", transfer="update_weights", finish="finish_weight_update", resume="resume")
-        return {name: seconds[path] for name, path in names.items()} | dict(pause_to_resume=total, total=total)
+        post("pause", "pause?mode=keep")
+        post("start", "start_weight_update", dict(is_checkpoint_format=True))
+        begun = time.perf_counter()
+        transfer()
+        seconds["transfer"] = time.perf_counter() - begun
+        post("finish", "finish_weight_update")
+        post("finish", "reset_prefix_cache?reset_running_requests=true")
+        post("finish", "update_weight_version", dict(new_version=str(version)))
+        post("resume", "resume")
+        return dict(seconds, pause_to_resume=time.perf_counter() - started)
     return send
+
+
+def milliseconds(seconds):
+    return {f"{phase}_ms": round(value * 1e3, 2) for phase, value in seconds.items()}
 
 
 def start(config, own):
     argv, environment = server_command(config)
-    if own:
+    if own and config.weight_sync_backend == "ipc":
         argv, environment = argv + ["--weight-transfer-config", json.dumps(dict(backend="ipc"))], environment | dict(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert not answers(config.server_urls[0]), f"something already answers at {config.server_urls[0]}"
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
@@ -102,24 +126,22 @@ def main(argv):
         sync = make_sync(config, policy, dtype)
         proof = Proof(config, policy, sync, dtype)
         size = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in announced(policy.lm, pieces(policy, dtype)))
-        senders = {config.weight_sync_backend: lambda version: ours(sync, version)} | ({"vllm": make_own(policy, dtype, config.server_urls[0])} if own else {})
-        found = {name: [] for name in senders}
-        for version in range(times * len(senders)):
-            name = list(senders)[version % len(senders)]
-            with torch.no_grad():
-                for p in policy.parameters():
-                    if p.requires_grad:
-                        p.mul_(1.0 + 1e-3 * (-1) ** version)
-            seconds = senders[name](version)
-            sync.current = [0]
-            proof.scores[version] = proof.policy_scores()
-            assert (problem := proof.problem(version)) is None, problem
-            found[name].append(seconds)
-            print(json.dumps(dict(sender=name, version=version, **{f"{phase}_ms": round(s * 1e3, 2) for phase, s in seconds.items()})), flush=True)
-        for name, all_seconds in found.items():
-            medians = {phase: statistics.median(seconds[phase] for seconds in all_seconds[1:] or all_seconds) for phase in all_seconds[0]}      # the first one sets up
-            print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}_ms": round(s * 1e3, 2) for phase, s in medians.items()},
-                                  gb_per_s=round(size / medians["transfer"] / 1e9, 2))), flush=True)
+        for name in [config.weight_sync_backend] + ["vllm"] * own:
+            send = make_own(policy, dtype, config.server_urls[0], config.weight_sync_backend) if name == "vllm" else lambda version: ours(sync, version)
+            found = []
+            for version in range(times):
+                with torch.no_grad():
+                    for p in policy.parameters():
+                        if p.requires_grad:
+                            p.mul_(1.0 + 1e-3 * (-1) ** version)
+                found.append(send(version))
+                sync.current = [0]
+                proof.scores[version] = proof.policy_scores()
+                assert (problem := proof.problem(version)) is None, problem
+                print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]))), flush=True)
+            medians = {phase: statistics.median(seconds[phase] for seconds in found[1:]) for phase in found[-1]}      # the first one sets up
+            last = dict(gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=[round(torch.cuda.mem_get_info()[0] / 1e9, 2)] if device.type == "cuda" else [])
+            print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}": ms for phase, ms in milliseconds(medians).items()}, **last)), flush=True)
     finally:
         os.killpg(server.pid, 15)
         server.wait(30)

@@ -32,12 +32,13 @@ def test_every_flag_that_could_disagree_with_the_trainer_comes_from_the_config()
 
 def test_each_way_of_the_weights_brings_its_flags(monkeypatch):
     base = dict(vllm_server_base_url="http://127.0.0.1:8111")
-    assert flags(tiny_config(weight_sync_backend="nccl", **base))[0]["--weight-transfer-config"] == '{"backend": "nccl"}'
-    got, _, environment = flags(tiny_config(weight_sync_backend="ipc", **base))
-    assert got["--worker-extension-cls"] == "vllm_worker.CopyPlan" and environment["PYTHONPATH"].split(":")[0] == str(ROOT)
+    for backend in ("nccl", "ipc"):
+        got, _, environment = flags(tiny_config(weight_sync_backend=backend, **base))
+        assert got["--worker-extension-cls"] == "vllm_worker.CopyPlan" and environment["PYTHONPATH"].split(":")[0] == str(ROOT) and "--weight-transfer-config" not in got
     got, _, environment = flags(tiny_config(peft_config=LoraConfig(r=9, rank_pattern={"q_proj": 20}), vllm_enable_lora=True, max_staleness=4, **base))
     assert got["--max-lora-rank"] == "32" and got["--max-loras"] == "6" and "--enable-lora" in got and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     monkeypatch.setattr("flags.device_type", lambda config: "cuda")
+    assert flags(tiny_config(weight_sync_backend="nccl", **base))[0]["--weight-transfer-config"] == '{"backend": "nccl"}'
     for changes, share, processes in ((dict(), None, "8"), (dict(weight_sync_backend="ipc"), "0.35", "8"), (dict(weight_sync_backend="ipc", vllm_gpu_memory_utilization=0.5), "0.5", "8"),
                                       (dict(peft_config=LoraConfig(), vllm_enable_lora=True), None, "1")):
         got = flags(tiny_config(**changes, **base))[0]

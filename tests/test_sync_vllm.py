@@ -20,6 +20,7 @@ from naming import NEVER
 from proof import Proof
 from serve import answers
 from sync import make_sync
+from transport import Nccl
 
 TIED, UNTIED = "http://127.0.0.1:8330", "http://127.0.0.1:8331"
 
@@ -177,6 +178,23 @@ def test_five_honest_syncs_pass(arrived):
         sync.push(version, window)
         proof.check(version, window)
         assert distance(proof, version) < 1e-4 and window.result()["perf/verify_sync_s"] > 0
+
+
+def test_broadcasts_to_the_workers_leave_the_same_bits_first_by_vllms_reload_and_then_by_plan(monkeypatch, tmp_path, small_model, arrived, capsys):
+    """gloo carries them on a CPU; the model is sent in several chunks, and a second run opens another group."""
+    monkeypatch.setattr(Nccl, "limit", 100 << 20)
+    for run in range(2):
+        policy, sync, proof = trainer(tmp_path, small_model, TIED, weight_sync_backend="nccl")
+        assert sync.transport.by_plan and sync.transport.chunks > 3
+        for version in range(2):
+            change(policy, 40 + 2 * run + version)
+            sync.push(version, Window())
+            proof.check(version, Window())
+            by_broadcast = checksums(TIED)
+            make_sync(tiny_config(model=small_model, output_dir=str(tmp_path), vllm_server_base_url=TIED), policy, torch.float32).push(version, Window())
+            assert checksums(TIED) == by_broadcast
+        said = capsys.readouterr().out
+        assert "the server takes the weights by its copy plan" in said, said
 
 
 def test_merged_adapters_reach_a_server_that_fuses_their_layers(tmp_path, small_model, servers):

@@ -41,11 +41,11 @@ class Gloo:
 
     opening, given_up = {}, set()                    # where each thread opens one, and those whose server never enters
 
-    def __init__(self, address, port, world_size, device):
+    def __init__(self, address, port, rank, world_size, device):
         self.opening[threading.current_thread()] = address, port, world_size
         store = dist.TCPStore(address, port, world_size, True, timedelta(seconds=60))
         if threading.current_thread() not in self.given_up:
-            self.group = dist.ProcessGroupGloo(store, 0, world_size, timedelta(seconds=60))
+            self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60))
 
     def broadcast(self, tensor, src, stream=None):
         options = dist.BroadcastOptions()

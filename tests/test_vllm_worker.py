@@ -1,11 +1,13 @@
 """The copy plan without vLLM: which loaders can be followed, that tracing writes nothing, and what sends a model back to vLLM's own reload."""
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from vllm_worker import CopyPlan, trace_copies, view
+from vllm_worker import CopyPlan, open_group, trace_copies, view
 
 
 class Fused(nn.Module):
@@ -50,7 +52,7 @@ def test_a_plan_puts_later_weights_where_the_loader_would_padding_and_slices_inc
     buffer.copy_(sent("q", "k", "v", "embed", seed=1)[0])
     twin = Fused()
     twin.load_weights(layout)
-    torch._foreach_copy_(*copies)
+    torch._foreach_copy_(*map(list, zip(*copies)))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters())) and not torch.equal(model.qkv, before["qkv"])
 
 
@@ -76,29 +78,69 @@ def test_a_model_that_does_not_hold_what_was_sent_is_not_trusted_to_a_plan():
     assert "fill_" in trace_copies(model, layout)[1]
 
 
-def test_chunks_are_reloaded_until_all_of_them_are_learnt_and_then_copied():
-    """Two chunks in one buffer, one after the other, as a large model is sent."""
-    chunks = [sent("q", "k"), sent("v", "embed", seed=1)]
-    model, reloads = Fused(), []
+def worker_of(model, buffer, chunks, reloads):
+    """One as vLLM makes it, whose own reload is the model's."""
     worker = CopyPlan()
-    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(get_model=lambda: model)
-    worker.sync_buffer = torch.zeros(max(buffer.numel() for buffer, _ in chunks), dtype=torch.uint8)
-    shapes = [[("q", (6, 4), 0), ("k", (6, 4), 96)], [("v", (6, 4), 0), ("embed", (5, 4), 96)]]
-    worker.sync_chunks = [[(name, view(worker.sync_buffer, "float32", shape, at)) for name, shape, at in chunk] for chunk in shapes]
-    worker.sync_plan, worker.sync_reason = [], "the plan is not complete"
+    worker.device, worker.model_runner, worker.rank = torch.device("cpu"), SimpleNamespace(get_model=lambda: model), 0
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1))
     worker._reload = lambda chunk: (reloads.append(chunk), model.load_weights(worker.sync_chunks[chunk]))
+    worker.attach_weights(buffer, chunks)
+    return worker
 
-    def push(act, chunks):
-        replies = []
-        for number, (buffer, _) in enumerate(chunks):
-            worker.sync_buffer[:buffer.numel()] = buffer
-            replies.append(act(number))
-        return replies
-    push(worker.load_weights_chunk, chunks)
-    assert push(worker.learn_weights_chunk, chunks)[-1] == dict(reason=None, copies=4) and reloads == [0, 1]
-    later = [sent("q", "k", seed=2), sent("v", "embed", seed=3)]
-    assert all(reply["by_plan"] for reply in push(worker.load_weights_chunk, later)) and reloads == [0, 1]
+
+CHUNKS = [[["q", "float32", [6, 4], 0], ["k", "float32", [6, 4], 96]], [["v", "float32", [6, 4], 0], ["embed", "float32", [5, 4], 96]]]
+NAMES = ("q", "k"), ("v", "embed")
+
+
+def loaded(seed):
+    """A model to which vLLM's loader gave what `seed` sends."""
     twin = Fused()
-    for _, layout in later:
-        twin.load_weights(layout)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+    for names in NAMES:
+        twin.load_weights(sent(*names, seed=seed)[1])
+    return twin
+
+
+def same(model, twin):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+
+
+def test_chunks_are_reloaded_until_all_of_them_are_learnt_and_then_copied(tmp_path):
+    """Two chunks in one buffer, one after the other, as a large model is sent."""
+    model, reloads, size = Fused(), [], 192
+    buffer = torch.from_file(str(tmp_path / "buffer"), shared=True, size=size, dtype=torch.uint8)
+    worker = worker_of(model, dict(file=str(tmp_path / "buffer"), bytes=size), CHUNKS, reloads)
+    for seed in range(3):
+        for chunk, names in enumerate(NAMES):
+            content = sent(*names, seed=seed)[0]
+            buffer[:content.numel()] = content
+            reply = worker.load_weights_chunk(chunk)
+        assert reply["by_plan"] and reply["reason"] is None and reloads == [0, 1] and same(model, loaded(seed))
+
+
+def test_chunks_broadcast_to_a_worker_are_reloaded_once_and_then_copied():
+    model, reloads = Fused(), []
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as server:
+        worker = server.submit(worker_of, model, dict(address="127.0.0.1", port=port, world_size=2, bytes=192), CHUNKS, reloads)
+        group = open_group("127.0.0.1", port, 0, 2, torch.device("cpu"))
+        worker = worker.result()
+        for seed in range(3):
+            reply = server.submit(worker.receive_weights)
+            for names in NAMES:
+                group.broadcast(sent(*names, seed=seed)[0], 0)
+            assert reply.result()["by_plan"] and reloads == [0, 1] and same(model, loaded(seed))
+
+
+def test_a_model_without_a_plan_is_reloaded_each_time_and_says_why(tmp_path):
+    model, reloads = Fused(scale=2.0), []
+    buffer = torch.from_file(str(tmp_path / "buffer"), shared=True, size=192, dtype=torch.uint8)
+    worker = worker_of(model, dict(file=str(tmp_path / "buffer"), bytes=192), CHUNKS, reloads)
+    for seed in range(2):
+        for chunk, names in enumerate(NAMES):
+            content = sent(*names, seed=seed)[0]
+            buffer[:content.numel()] = content
+            reply = worker.load_weights_chunk(chunk)
+        assert not reply["by_plan"] and "computes new values" in reply["reason"]
+    assert reloads == [0, 1, 0, 1] and worker.sync_kept is None
