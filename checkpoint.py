@@ -98,8 +98,7 @@ class Checkpoints:
         return {"README.md": card(self.config)} | ({} if self.config.save_only_model else state)
 
     def _write(self, written: Future, step: int, weights: dict, texts: dict, state: dict, drawn: dict, hub: Hub | None, started: float, held: float) -> None:
-        folder = self.output / f"checkpoint-{step}"
-        partial = folder.with_suffix(".partial")
+        folder, partial = (self.output / f"checkpoint-{step}{suffix}" for suffix in ("", ".partial"))
         try:
             if self.rank == 0:
                 write_model(weights, self.policy, self.tokenizer, partial)

@@ -293,6 +293,7 @@ def on_two_ranks(folder, *argv, forward=()):
 def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, tmp_path, monkeypatch):
     """The two ranks save in the background, step 2 not before step 4 is on its way. One rank saves that again as it is, and two go on from there as if nothing had been."""
     two = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/two", "save_steps=2", "max_steps=4", forward=[4])
+    assert {name.split()[0] for name in two["moments"]} == set(two["parameters"]), "every parameter is the optimizer's"
     of_two = f"resume_from_checkpoint={tmp_path}/two/checkpoint-"
     assert_same(start(config_path, tmp_path / "one", of_two + "4", "max_steps=4"), two)
     further = start(config_path, tmp_path / "one", of_two + "4", "max_steps=6")
