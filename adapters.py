@@ -72,21 +72,14 @@ def merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def peft_state(lm: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """On rank 0 the adapters' full CPU tensors under the names of PEFT's files; else empty. A collective."""
+    """On rank 0 copies of the adapters' full tensors on the CPU, under the names of PEFT's files; else empty. A collective."""
     state = {}
     for name, p in lm.named_parameters():
         if p.requires_grad:
             tensor = full(p.to(dtype))
             if dist.get_rank() == 0:
-                state["base_model.model." + name.replace(".default", "").replace(".modules_to_save", "")] = tensor.cpu().contiguous()
+                state["base_model.model." + name.replace(".default", "").replace(".modules_to_save", "")] = tensor.to("cpu", copy=True).contiguous()
     return state
-
-
-def save_adapter(lm: nn.Module, peft_config, folder: Path, dtype: torch.dtype, base_model: str) -> None:
-    """The adapters as `write_adapter` writes them. A collective, and rank 0 writes."""
-    state = peft_state(lm, dtype)
-    if dist.get_rank() == 0:
-        write_adapter(state, peft_config, folder, base_model)
 
 
 def write_adapter(state: dict[str, Tensor], peft_config, folder: Path, base_model: str) -> None:

@@ -5,9 +5,13 @@ writes them), trainer_state.json, rollout_state.json and samples.jsonl (the prom
 """
 import json
 import random
-import shutil
+import sys
+import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from config import Config, ConfigError
-from export import save_model, write_card
+from export import Hub, card, weights_to_save, write_model
 from feed import Progress, RolloutFeed
-from folders import defect, found, newest, prune, publish, set_aside, step_of
+from folders import clear, defect, found, newest, prune, publish, set_aside, step_of
 from model import Policy
 from recording import recorded_sample, sample_record
 
@@ -37,51 +41,89 @@ class Counters:
 
 
 class Checkpoints:
-    """Saves and restores the state of a run. Every method but `find` is a collective; saving changes nothing of what it saves."""
+    """Saves and restores the state of a run. `save` and `restore` are collectives; saving changes nothing of what it saves.
+
+    On a GPU `save` copies to the host and returns: a thread writes while the next steps train, its collectives in a group of their own. There is
+    one copy at a time: a save that is due before the last one is written waits for it. What fails in the thread is raised by the next `check`.
+    """
+
+    background = property(lambda self: next(self.policy.parameters()).device.type == "cuda", doc="On a CPU the copy would be a second model in the same memory.")
 
     def __init__(self, config: Config, policy: Policy, optimizer, scheduler, scaler, tokenizer, dtype: torch.dtype):
         self.config, self.policy, self.optimizer, self.scheduler, self.scaler = config, policy, optimizer, scheduler, scaler
         self.tokenizer, self.dtype, self.output, self.saved_at, self.rank = tokenizer, dtype, Path(config.output_dir), -1, dist.get_rank()
-        for left_over in self.output.glob("checkpoint-*.partial*") if self.rank == 0 else ():
-            shutil.rmtree(left_over)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.ddp_timeout))
+        self.written = Future()                          # the last save
+        self.written.set_result(None)
+        clear(self.output) if self.rank == 0 else None
 
-    def save(self, counters: Counters, window: dict, feed: RolloutFeed | None) -> Path:
-        """Write checkpoint-<step>; window: values not yet logged; feed: on rank 0. Raises ConfigError when the disk does not take it."""
-        started, progress = time.monotonic(), feed.progress() if feed else None
-        folder = self.output / f"checkpoint-{counters.step}"
-        partial = folder.with_suffix(".partial")
-        try:
-            save_model(self.policy, self.tokenizer, partial, self.dtype)
-            if not self.config.save_only_model:
-                self._save_state(partial, counters, window, progress)
-            if self.rank == 0:
-                write_card(partial, self.config)
-                publish(partial, folder)
-                prune(self.output, self.config.save_total_limit)
-        except (OSError, SafetensorError, CheckpointException) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            last = f"resume_from_checkpoint={newest(self.output)} goes on from there" if found(self.output) else "no earlier one is there"
-            raise ConfigError(f"{folder} could not be written ({str(error).strip().splitlines()[-1]}): make room; {last}.") from error
-        if self.rank == 0:
-            print(f"saved {folder} in {time.monotonic() - started:.1f} s", flush=True)
-        dist.barrier()
-        self.saved_at = counters.step
-        return folder
+    def save(self, counters: Counters, window: dict, feed: RolloutFeed | None, hub: Hub | None = None) -> None:
+        """Take what checkpoint-<step> holds and have it written; window: values not yet logged; feed and hub: on rank 0. Raises as `check` does."""
+        asked = time.monotonic()
+        self.check(wait=True)
+        started = time.monotonic()
+        if started - asked > 0.05 and self.rank == 0:
+            print(f"step {counters.step}: waited {started - asked:.1f} s until the checkpoint before was written", flush=True)
+        texts = self._texts(counters, window, feed.progress()) if self.rank == 0 else {}
+        state = {} if self.config.save_only_model else self._state()
+        weights = weights_to_save(self.policy, self.dtype, copy=self.background)
+        self.written, self.saved_at, held = Future(), counters.step, time.monotonic() - asked
+        taken = (self.written, counters.step, weights, texts, state, random_state(), hub, started, held)
+        threading.Thread(target=self._write, args=taken, daemon=True, name="checkpoint").start()        # a daemon, so that the second signal stops the run at once
+        self.check(wait=not self.background)
 
-    def _save_state(self, folder: Path, counters: Counters, window: dict, progress: Progress | None) -> None:
+    def check(self, wait: bool = False) -> None:
+        """Raises what ended the writing, with `wait` after its end: ConfigError when the disk did not take it."""
+        if wait or self.written.done():
+            self.written.result()
+
+    def stop(self) -> None:
+        """What is being written becomes whole whatever ends the run, unless a signal stops it at once."""
+        if not isinstance(sys.exc_info()[1], (SystemExit, KeyboardInterrupt)):
+            self.written.exception()
+
+    def _state(self) -> dict[str, Tensor]:
         state = {name: p.detach() for name, p in self._parameters()}
         for name, p in self._parameters():               # as it is: torch's own helper steps an optimizer that has no state yet
             state |= {f"optimizer.{name}.{field}": value for field, value in self.optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
-        dcp.save(state, checkpoint_id=folder / "state")
-        torch.save(random_state(), folder / f"random_{self.rank}.pt")
-        if self.rank == 0:
-            rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in self.optimizer.param_groups]
-            trainer = dict(asdict(counters), window=window, rates=rates, scheduler=self.scheduler.state_dict(), scaler=self.scaler.state_dict())
-            rollouts = dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done), in_flight=progress.in_flight)
-            (folder / "trainer_state.json").write_text(json.dumps(trainer))
-            (folder / "rollout_state.json").write_text(json.dumps(rollouts))
-            (folder / "samples.jsonl").write_text("".join(json.dumps(sample_record(sample)) + "\n" for sample in progress.samples))
-        dist.barrier()
+        return {name: value.to("cpu", copy=True) for name, value in state.items()} if self.background else state
+
+    def _texts(self, counters: Counters, window: dict, progress: Progress) -> dict[str, Iterable[str]]:
+        """By file; the samples' lines are made as they are written."""
+        rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in self.optimizer.param_groups]
+        trainer = dict(asdict(counters), window=window, rates=rates, scheduler=self.scheduler.state_dict(), scaler=self.scaler.state_dict())
+        rollouts = dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done), in_flight=progress.in_flight)
+        state = {"trainer_state.json": json.dumps(trainer), "rollout_state.json": json.dumps(rollouts),
+                 "samples.jsonl": (json.dumps(sample_record(sample)) + "\n" for sample in progress.samples)}
+        return {"README.md": card(self.config)} | ({} if self.config.save_only_model else state)
+
+    def _write(self, written: Future, step: int, weights: dict, texts: dict, state: dict, drawn: dict, hub: Hub | None, started: float, held: float) -> None:
+        folder, partial = (self.output / f"checkpoint-{step}{suffix}" for suffix in ("", ".partial"))
+        try:
+            if self.rank == 0:
+                write_model(weights, self.policy, self.tokenizer, partial)
+                for name, parts in texts.items():
+                    with (partial / name).open("w") as file:
+                        file.writelines(parts)
+            dist.barrier(self.group)                     # the folder is there
+            if state:                                    # nothing to copy ahead: that would wait for the GPU's stream
+                dcp.save(state, storage_writer=dcp.FileSystemWriter(partial / "state", per_thread_copy_ahead=0), process_group=self.group)
+                torch.save(drawn, partial / f"random_{self.rank}.pt")
+            dist.barrier(self.group)
+            if self.rank == 0:
+                publish(partial, folder)
+                prune(self.output, self.config.save_total_limit)
+                print(f"saved {folder} in {time.monotonic() - started:.1f} s" + (f" (training waited {held:.1f} s)" if self.background else ""), flush=True)
+            if hub:
+                hub.push(folder, f"step {step}")
+            dist.barrier(self.group)
+            written.set_result(None)
+        except (OSError, SafetensorError, CheckpointException) as error:
+            clear(self.output)
+            last = f"resume_from_checkpoint={newest(self.output)} goes on from there" if found(self.output) else "no earlier one is there"
+            written.set_exception(ConfigError(f"{folder} could not be written ({str(error).strip().splitlines()[-1]}): make room; {last}."))
+        except BaseException as error:
+            written.set_exception(error)
 
     def restore(self) -> tuple[Counters, dict, Progress]:
         """The run as `resume_from_checkpoint` says, or its beginning. Raises ConfigError for a checkpoint that is damaged or another model's."""

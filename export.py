@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import HfApi
+from torch import Tensor
 from transformers.utils import cached_file
 
-from adapters import save_adapter
+from adapters import peft_state, write_adapter
 from config import Config
 from model import Policy
 from weights import gathered_weights, write_weights
@@ -16,24 +17,32 @@ from weights import gathered_weights, write_weights
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A Hugging Face folder that `from_pretrained` and vLLM load; of adapters one in PEFT's format. A collective; rank 0 writes, and the folder appears whole."""
-    if policy.peft_config:
-        save_adapter(policy.lm, policy.peft_config, folder, torch.float32, policy.lm.config.name_or_path)
-        if dist.get_rank() == 0:
-            tokenizer.save_pretrained(folder)
-        return dist.barrier()
-    weights = gathered_weights(policy, dtype, frozen=True)
+    weights = weights_to_save(policy, dtype)
     if dist.get_rank() == 0:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        write_weights(weights, partial)
-        policy.lm.config.save_pretrained(partial)
-        if policy.lm.generation_config is not None:
-            policy.lm.generation_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        copy_processor(policy.lm.config, partial)
+        write_model(weights, policy, tokenizer, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     dist.barrier()
+
+
+def weights_to_save(policy: Policy, dtype: torch.dtype, copy: bool = False) -> dict[str, Tensor]:
+    """What `write_model` writes, on rank 0; with `copy` training may go on meanwhile. A collective."""
+    return peft_state(policy.lm, torch.float32) if policy.peft_config else gathered_weights(policy, dtype, frozen=True, copy=copy)
+
+
+def write_model(weights: dict[str, Tensor], policy: Policy, tokenizer, folder: Path) -> None:
+    """No collective."""
+    if policy.peft_config:
+        write_adapter(weights, policy.peft_config, folder, policy.lm.config.name_or_path)
+    else:
+        write_weights(weights, folder)
+        policy.lm.config.save_pretrained(folder)
+        if policy.lm.generation_config is not None:
+            policy.lm.generation_config.save_pretrained(folder)
+        copy_processor(policy.lm.config, folder)
+    tokenizer.save_pretrained(folder)
 
 
 def copy_processor(config, folder: Path) -> None:
@@ -46,7 +55,7 @@ def copy_processor(config, folder: Path) -> None:
             shutil.copy(source, folder)
 
 
-def write_card(folder: Path, config: Config) -> None:
+def card(config: Config) -> str:
     """README.md: what was trained, how, and the last logged metrics."""
     metrics = Path(config.output_dir) / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
@@ -54,7 +63,7 @@ def write_card(folder: Path, config: Config) -> None:
     rewards = ", ".join(getattr(function, "__name__", type(function).__name__) for function in config.reward_functions)
     options = "\n".join(f"| {name} | `{value!r}` |" for name, value in vars(config).items() if isinstance(value, (str, int, float)) and name != "hub_token")
     values = "\n".join(f"| {name} | {value if isinstance(value, str) else f'{value:.6g}'} |" for name, value in last.items() if value is not None)
-    (folder / "README.md").write_text(
+    return (
         f"---\nbase_model: {config.model}\ntags: [grpo, reinforcement-learning]\n---\n\n"
         f"# {config.model} trained by asynchronous GRPO\n\nRewards: {rewards}.\n\n"
         f"## Metrics of the last logged step\n\n| name | value |\n|---|---|\n{values}\n\n## Options\n\n| name | value |\n|---|---|\n{options}\n")

@@ -62,6 +62,12 @@ def set_aside(output: Path, step: int) -> None:
         print(f"{path} is of another run: moved to {target}", flush=True)
 
 
+def clear(output: Path) -> None:
+    """Remove what a save left that was cut short, an adapter's own unfinished folder too."""
+    for left_over in output.glob("*checkpoint-*.partial*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
 def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

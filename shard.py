@@ -94,4 +94,6 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> Policy:
         fully_shard(unit, mesh=mesh, mp_policy=mixed, ignored_params=outside_text(policy.lm))
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    # FSDP leaves the root unit whole until a backward: after a forward without one, the optimizer or a checkpoint would take those for the parameters
+    policy.register_forward_hook(lambda policy, inputs, outputs: None if torch.is_grad_enabled() else policy.reshard())
     return policy

@@ -35,7 +35,7 @@ from attention import MULTIPLE
 from checkpoint import Checkpoints, Counters
 from config import Config, ConfigError, load_config
 from data import load_rows
-from export import Hub, save_model, write_card
+from export import Hub, card, save_model
 from feed import Progress, RolloutFeed
 from flags import cpu_threads
 from flops import utilization_of
@@ -52,7 +52,7 @@ from sync import make_sync
 
 def train(config: Config, argv: list[str], device: torch.device, rank: int, world_size: int, stop: "StopRequest") -> None:
     window = Window()
-    server = feed = logger = hub = None
+    server = feed = logger = hub = checkpoints = None
     try:
         tokenizer = load_tokenizer(config)
         if rank == 0:
@@ -91,6 +91,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
 
         stop.deferred = True                                    # from here on a signal waits for the step's end
         while config.max_steps <= 0 or step < config.max_steps:
+            checkpoints.check()
             started = time.monotonic()
             plan = feed.next_plan(stop.asked) if rank == 0 else None
             assert plan is None or plan.version == version, "planning ahead took another version for the one this step starts at"
@@ -143,13 +144,13 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 if config.eval_dataset is not None and due(config.eval_steps, step, config.max_steps) and step >= config.eval_delay:
                     feed.evaluate(step)
             if config.save_strategy == "steps" and due(config.save_steps, step, config.max_steps):
-                folder = checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
-                if hub:
-                    hub.push(folder, f"step {step}")
+                checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed, hub)
 
+        checkpoints.check(wait=True)                            # before the last look for a signal
         if signal_number := agreed(stop.number):
             if config.save_strategy != "no" and checkpoints.saved_at != step:
                 checkpoints.save(Counters(step, version, num_tokens, prompts_seen), window.values, feed)
+            checkpoints.check(wait=True)
             raise SystemExit(128 + signal_number)
         if step == 0:
             raise ConfigError("nothing was trained, because no group had two different rewards, or no sample fitted token_budget: see the warnings above.")
@@ -173,12 +174,12 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         if rank == 0 and window.values:
             logger.log(step, window.result())
         if rank == 0:
-            write_card(Path(config.output_dir) / "model", config)
+            (Path(config.output_dir) / "model" / "README.md").write_text(card(config))
         if hub:
             hub.push(Path(config.output_dir) / "model", "end of training", end=True)
     finally:
         stop.ignored = True                                     # this takes seconds and must not be cut short
-        for owned in (feed, server):
+        for owned in (feed, server, checkpoints):
             if owned:
                 owned.stop()
         if logger:

@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import make_sample, tiny_config, tiny_lm
 from fake_server import EOS, FakeServer, choice
+from resume_worker import in_background
 
 from checkpoint import Checkpoints, Counters
 from feed import Progress, RolloutFeed
@@ -243,6 +245,49 @@ def test_what_a_kill_in_the_middle_of_saving_leaves_is_cleared_and_never_resumed
     os.rename(tmp_path / "checkpoint-2", tmp_path / "checkpoint-4.partial")
     assert parts(tmp_path, resume_from_checkpoint=True)[3].restore()[0] == Counters()
     assert not list(tmp_path.iterdir())
+
+
+def files(folder):
+    """But for those that name the folder; .metadata numbers the save too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("README.md", "manifest.json", ".metadata")}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_save_in_the_background_writes_the_bytes_that_a_save_at_once_writes_whatever_is_trained_meanwhile(tmp_path, group, capsys, optim):
+    """Until it is written nothing bears a checkpoint's name, so a kill leaves the one before; the next save waits for it."""
+    feed, window, written = SimpleNamespace(progress=lambda: Progress(5, frozenset([7]), (make_sample([1, 2, 3, 4], 2),))), {"loss": [1.5, 2.0]}, {}
+    for way in ("at once", "background"):
+        torch.manual_seed(7)
+        policy, optimizer, scheduler, checkpoints = parts(tmp_path / way, optim=optim)
+        steps(policy, optimizer, scheduler, 0, 2)
+        checkpoints.save(Counters(2, 2, 100, 9), window, feed)
+        assert checkpoints.written.done()
+        steps(policy, optimizer, scheduler, 2, 3)
+        if way == "background":
+            with in_background() as release:
+                checkpoints.save(Counters(3, 3, 150, 12), window, feed)
+                window["loss"][0] = 99.0
+                after = steps(policy, optimizer, scheduler, 3, 5)
+                time.sleep(0.2)
+                assert not checkpoints.written.done() and newest(tmp_path / way).name == "checkpoint-2"
+                shutil.copytree(tmp_path / way, tmp_path / "killed")
+                threading.Timer(0.3, release.set).start()
+                checkpoints.save(Counters(5), window, feed)
+                assert newest(tmp_path / way).name in ("checkpoint-3", "checkpoint-5")
+                checkpoints.check(wait=True)
+        else:
+            checkpoints.save(Counters(3, 3, 150, 12), window, feed)
+        written[way] = files(tmp_path / way / "checkpoint-3")
+    assert written["background"] == written["at once"] and "samples.jsonl" in written["at once"]
+    said = capsys.readouterr().out
+    assert said.count("step 5: waited 0.") == said.count("until the checkpoint before was written") == 1 and said.count("(training waited 0.0 s)") == 1
+    for folder, step in (("background", 3), ("killed", 2)):
+        torch.manual_seed(0)
+        policy, optimizer, scheduler, checkpoints = parts(tmp_path / folder, optim=optim, resume_from_checkpoint=f"{tmp_path}/{folder}/checkpoint-{step}")
+        assert checkpoints.restore()[0].step == step and not list((tmp_path / folder).glob("*.partial*"))
+        again = steps(policy, optimizer, scheduler, step, 5)
+        assert all(map(torch.equal, again[0], after[0])) and again[1:3] == after[1:3]
+        assert step == 2 or torch.equal(again[3], after[3])
 
 
 def test_what_another_run_left_beyond_this_ones_step_is_set_aside_and_nothing_is_lost(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import make_sample, tensors_of, tiny_config, tiny_lm, tiny_lora
 
-from adapters import Adapters, add_adapters, check_adapter_server, save_adapter, served_rank
+from adapters import Adapters, add_adapters, check_adapter_server, peft_state, served_rank, write_adapter
 from config import ConfigError
 from loss import Objective, policy_loss
 from metrics import Window
@@ -72,7 +72,7 @@ def test_fused_neighbours_of_an_adapted_layer_are_sent_too(group):
 
 def test_an_adapter_in_pefts_format_gives_peft_the_same_logits(tmp_path, group):
     policy, ids = tiny_lora(), torch.arange(3, 20)[None]
-    save_adapter(policy.lm, policy.peft_config, tmp_path / "adapter", torch.float32, "tiny")
+    write_adapter(peft_state(policy.lm, torch.float32), policy.peft_config, tmp_path / "adapter", "tiny")
     base = tiny_lm()
     base.config._attn_implementation = policy.lm.config._attn_implementation = "sdpa"
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")

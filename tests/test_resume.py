@@ -5,16 +5,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, random_group
-from resume_worker import run
+from resume_worker import in_background, run
 
 import folders
 import train
+from checkpoint import Checkpoints
 from recording import RolloutWriter, read_groups, recorded_sample, sample_record
 
 GROUPS, SIZE = 64, 4
@@ -95,11 +97,13 @@ def test_the_reference_run_trains(unkilled):
     assert not list(unkilled.folder.glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("after,options", [(5, []), (3, ["logging_steps=3", "gradient_accumulation_steps=2", "max_steps=6", "weight_sync_steps=2", "save_steps=3"])])
-def test_killed_and_resumed_equals_unkilled_bitwise_in_parameters_moments_rates_and_metrics(config_path, unkilled, tmp_path, after, options):
-    """Also in the middle of a logging window, and between two syncs."""
+def test_killed_and_resumed_equals_unkilled_bitwise_in_parameters_moments_rates_and_metrics(config_path, unkilled, tmp_path, after, options, background):
+    """Also in the middle of a logging window, between two syncs, and with checkpoints written while further steps are taken."""
     whole = unkilled if not options else SimpleNamespace(state=start(config_path, tmp_path / "whole", *options), metrics=logged(tmp_path / "whole"))
-    killed(config_path, tmp_path / "run", after, "save_steps=2", *options)
+    with in_background(after - 1) if background else nullcontext():
+        killed(config_path, tmp_path / "run", after, "save_steps=2", *options)
     again = start(config_path, tmp_path / "run", "resume_from_checkpoint=true", "save_steps=2", *options)
     assert_same(again, whole.state)
     assert logged(tmp_path / "run") == whole.metrics and whole.metrics[0]["learning_rate"] != whole.metrics[-1]["learning_rate"]
@@ -115,9 +119,9 @@ def test_saving_at_every_step_changes_nothing(config_path, unkilled, tmp_path):
     assert logged(tmp_path) == unkilled.metrics
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_saves_and_stops_after_the_step_and_the_resumed_run_is_the_unkilled_one(config_path, unkilled, tmp_path, number):
-    steps, plain = [], train.forward_backward
+@pytest.mark.parametrize("number,background", [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_saves_and_stops_after_the_step_and_the_resumed_run_is_the_unkilled_one(config_path, unkilled, tmp_path, number, background):
+    steps = []
 
     def forward_backward(*args):
         steps.append(1)
@@ -125,7 +129,8 @@ def test_a_signal_saves_and_stops_after_the_step_and_the_resumed_run_is_the_unki
             signal.raise_signal(number)
             signal.raise_signal(number)                  # torchrun passes it on at once: no second request
         return plain(*args)
-    with pytest.MonkeyPatch.context() as patch:
+    with in_background(4) if background else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        plain = train.forward_backward
         patch.setattr(train, "forward_backward", forward_backward)
         with pytest.raises(SystemExit) as caught:
             start(config_path, tmp_path)
@@ -199,8 +204,8 @@ def test_a_checkpoint_is_a_model_that_loads_with_a_card(saved):
     assert "base_model:" in card and "| grad_norm |" in card and "| learning_rate | `0.001` |" in card and "hub_token" not in card
 
 
-@pytest.mark.parametrize("at", ["safetensors", "state", "flush"])
-def test_a_full_disk_while_saving_is_a_sentence_and_leaves_the_checkpoint_before_it(config_path, saved, tmp_path, capsys, monkeypatch, at):
+@pytest.mark.parametrize("at,background", [("safetensors", False), ("state", False), ("flush", False), ("state", True), ("flush", True)])
+def test_a_full_disk_while_saving_is_a_sentence_within_a_step_and_leaves_the_checkpoint_before_it(config_path, saved, tmp_path, capsys, monkeypatch, at, background):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
     shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
@@ -210,7 +215,9 @@ def test_a_full_disk_while_saving_is_a_sentence_and_leaves_the_checkpoint_before
         monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
     else:
         monkeypatch.setattr(folders, "flush", full)
-    sentence = refused(config_path, tmp_path, capsys, "resume_from_checkpoint=true", "save_steps=4", "max_steps=5")
+    with in_background(3, settle=True) if background else nullcontext():
+        sentence = refused(config_path, tmp_path, capsys, "resume_from_checkpoint=true", "save_steps=4", "max_steps=8")
+    assert [step["step"] for step in logged(tmp_path)] == ([3, 4, 5] if background else [3, 4])
     assert f"{tmp_path}/checkpoint-4 could not be written" in sentence and f"resume_from_checkpoint={tmp_path}/checkpoint-2 goes on" in sentence
     assert "No space left" in sentence and [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
@@ -261,10 +268,11 @@ class FakeHub:
                                exception=lambda: ConnectionError("reset by peer"))
 
 
-@pytest.mark.parametrize("strategy,steps", [("every_save", ["step 1"]), ("end", [])])
-def test_models_go_to_the_hub_one_upload_at_a_time_without_the_state_and_the_end_always(config_path, tmp_path, monkeypatch, strategy, steps):
+@pytest.mark.parametrize("strategy,steps,background", [("every_save", ["step 1"], False), ("every_save", ["step 1"], True), ("end", [], False)])
+def test_models_go_to_the_hub_one_upload_at_a_time_without_the_state_and_the_end_always(config_path, tmp_path, monkeypatch, strategy, steps, background):
     monkeypatch.setattr("export.HfApi", FakeHub)
-    start(config_path, tmp_path / "a-name", "push_to_hub=true", f"hub_strategy={strategy}", "hub_token=secret", "hub_private_repo=true", "save_steps=1", "max_steps=3")
+    with in_background(2) if background else nullcontext():
+        start(config_path, tmp_path / "a-name", "push_to_hub=true", f"hub_strategy={strategy}", "hub_token=secret", "hub_private_repo=true", "save_steps=1", "max_steps=3")
     uploads = [call for call in FakeHub.calls if call[0] == "me/a-name"]
     assert FakeHub.calls[:2] == [("token", "secret"), ("repo", "a-name", True)] and [call[2] for call in uploads] == [*steps, "end of training"]
     assert uploads[-1] == ("me/a-name", "model", "end of training", True) and FakeHub.calls[-1] == "awaited"
@@ -272,21 +280,33 @@ def test_models_go_to_the_hub_one_upload_at_a_time_without_the_state_and_the_end
 
 # Other numbers of ranks
 
-def on_two_ranks(folder, *argv):
+def on_two_ranks(folder, *argv, forward=()):
     """The final state of a run by two processes of its own: a second process group in the same ones could meet the first one's keys in torchrun's store."""
     (folder / "arguments.json").write_text(json.dumps(argv))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "arguments.json"), str(folder / "out.pt")],
+    done = subprocess.run([sys.executable, *launcher, str(ROOT / "tests" / "resume_worker.py"), str(folder / "arguments.json"), str(folder / "out.pt"), *map(str, forward)],
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return torch.load(folder / "out.pt")
 
 
-def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, saved, tmp_path):
-    of_two, of_one = f"resume_from_checkpoint={tmp_path}/two/checkpoint-4", f"resume_from_checkpoint={saved}/checkpoint-4"
-    two = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/two", "save_steps=4", "max_steps=4")
-    after = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/after", of_one, "max_steps=4")
-    assert_same(start(config_path, tmp_path / "one", of_two, "max_steps=4"), two)
-    assert_same(start(config_path, tmp_path / "before", of_one, "max_steps=4"), after)
-    further = start(config_path, tmp_path / "one", of_two, "max_steps=6")
+def test_saved_with_two_ranks_and_resumed_with_one_and_the_other_way_round_the_state_is_equal_and_training_goes_on(config_path, tmp_path, monkeypatch):
+    """The two ranks save in the background, step 2 not before step 4 is on its way. One rank saves that again as it is, and two go on from there as if nothing had been."""
+    two = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/two", "save_steps=2", "max_steps=4", forward=[4])
+    assert {name.split()[0] for name in two["moments"]} == set(two["parameters"]), "every parameter is the optimizer's"
+    of_two = f"resume_from_checkpoint={tmp_path}/two/checkpoint-"
+    assert_same(start(config_path, tmp_path / "one", of_two + "4", "max_steps=4"), two)
+    further = start(config_path, tmp_path / "one", of_two + "4", "max_steps=6")
     assert any(not torch.equal(further["parameters"][name], two["parameters"][name]) for name in two["parameters"])
+
+    def restore_and_save(self):
+        counters, window, progress = restored = restore(self)
+        self.save(counters, window, SimpleNamespace(progress=lambda: progress))
+        return restored
+    restore = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", restore_and_save)
+    start(config_path, tmp_path / "again", of_two + "2", "max_steps=2")
+    of_one = f"resume_from_checkpoint={tmp_path}/again/checkpoint-2"
+    assert len(list((tmp_path / "two" / "checkpoint-2" / "state").glob("*.distcp"))) == 2 and len(list((tmp_path / "again" / "checkpoint-2" / "state").glob("*.distcp"))) == 1
+    after = on_two_ranks(tmp_path, config_path, f"output_dir={tmp_path}/after", of_one, "max_steps=4")
+    assert_same(after, two)
