@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -88,11 +87,12 @@ class Checkpoints:
             state |= {f"optimizer.{name}.{field}": value for field, value in self.optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
         return {name: value.to("cpu", copy=True) for name, value in state.items()} if self.background else state
 
-    def _texts(self, counters: Counters, window: dict, progress: Progress) -> dict[str, Iterable[str]]:
+    def _texts(self, counters: Counters, window: dict, progress: Progress) -> dict:
         """By file; the samples' lines are made as they are written."""
         rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in self.optimizer.param_groups]
         trainer = dict(asdict(counters), window=window, rates=rates, scheduler=self.scheduler.state_dict(), scaler=self.scaler.state_dict())
-        rollouts = dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done), in_flight=progress.in_flight)
+        rollouts = dict(prompt_index=progress.first, model_version=counters.version, done=sorted(progress.done), in_flight=progress.in_flight,
+                        evaluating=progress.evaluating)
         state = {"trainer_state.json": json.dumps(trainer), "rollout_state.json": json.dumps(rollouts),
                  "samples.jsonl": (json.dumps(sample_record(sample)) + "\n" for sample in progress.samples)}
         return {"README.md": card(self.config)} | ({} if self.config.save_only_model else state)
@@ -151,7 +151,7 @@ class Checkpoints:
         self.saved_at = counters.step
         if self.rank == 0:
             print(f"resumed from {folder}: step {counters.step}, {len(samples)} finished samples, {len(rollouts['in_flight'])} prompts to generate again", flush=True)
-        return counters, saved["window"], Progress(rollouts["prompt_index"], frozenset(rollouts["done"]), samples)
+        return counters, saved["window"], Progress(rollouts["prompt_index"], frozenset(rollouts["done"]), samples, rollouts.get("evaluating", False))
 
     def find(self) -> Path | None:
         """The checkpoint to resume from, checked; None to start from the beginning."""

@@ -25,6 +25,7 @@ class Progress:
     first: int = 0                           # the first group not resolved: neither trained nor dropped
     done: frozenset[int] = frozenset()       # from there on, the groups that need no generation: resolved, or among the samples
     samples: tuple[Sample, ...] = ()         # finished and not yet trained, in the order in which they will be
+    evaluating: bool = False                 # an evaluation was asked for that has not ended
 
     @property
     def in_flight(self) -> list[int]:
@@ -201,7 +202,8 @@ class RolloutFeed:
                 waiting = self.drawn | {id(sample): sample for sample in (*self.given_back, *self.buffer) if sample is not None}
                 groups = {sample.group_id for sample in waiting.values()}
                 first = min(groups | {self.first})
-                return Progress(first, frozenset(self.beyond | set(range(first, self.first))), tuple(waiting.values()))
+                unfinished = self.shared.evaluated.value != self.shared.evaluate.value
+                return Progress(first, frozenset(self.beyond | set(range(first, self.first))), tuple(waiting.values()), unfinished)
         finally:
             self.undisturbed.set()
 

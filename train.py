@@ -11,6 +11,10 @@
     python serve.py configs/x.py                                       the server, on its own GPUs
     torchrun [--nproc_per_node N] train.py configs/x.py [key=value …]  the trainer, on others
 """
+if __name__ == "__mp_main__":                                 # the rollout process, which loads this file first: it dies with the trainer even while it starts
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+
 import importlib.metadata
 import json
 import math
@@ -86,7 +90,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         if rank == 0:
             feed.start(version, max(config.max_staleness, 1) * budget * world_size * config.gradient_accumulation_steps)
             feed.plan_ahead(plan_steps(config, feed, world_size, budget, 1 if policy.backend == "sdpa" else MULTIPLE, step))
-            if config.eval_on_start and step == 0:
+            if (config.eval_on_start and step == 0) or (progress.evaluating and config.eval_dataset is not None):
                 feed.evaluate(step)
 
         stop.deferred = True                                    # from here on a signal waits for the step's end

@@ -139,6 +139,8 @@ class Killed(Exception):
 
 
 def test_a_killed_and_resumed_run_generates_nothing_before_the_restored_weights_and_trains_every_prompt_once(tmp_path, tiny_folder, monkeypatch):
+    """And the evaluation of step 2, of which the kill let nothing end, is made again."""
+    more, overrides = EVALUATION.replace("eval_on_start=True", "eval_on_start=False"), ["save_steps=1", "token_budget=60"]
     plain, calls = train.forward_backward, []
 
     def forward_backward(*args):
@@ -150,22 +152,25 @@ def test_a_killed_and_resumed_run_generates_nothing_before_the_restored_weights_
         server.held = 7 * 4                                     # groups 7 to 11 are in flight when it is killed
         monkeypatch.setattr(train, "forward_backward", forward_backward)
         with pytest.raises(Killed):
-            start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60"])
-        assert threading.active_count() < 20
+            start(tmp_path / "run", server, tiny_folder, more, overrides)
+        assert not (tmp_path / "run" / "eval").exists() and threading.active_count() < 20
         server.held = math.inf
-        before, received = len(server.calls), len(server.received)
+        before, received, asked = len(server.calls), len(server.received), len(server.bodies)
         monkeypatch.setattr(train, "forward_backward", plain)
-        start(tmp_path / "run", server, tiny_folder, overrides=["save_steps=1", "token_budget=60", "resume_from_checkpoint=true"])
+        start(tmp_path / "run", server, tiny_folder, more, [*overrides, "eval_steps=100", "resume_from_checkpoint=true"])
         events = server.calls[before:]
         restored = server.received[received]
     assert events.index("/resume") < events.index("generate") and events.index("/update_weight_version:2") < events.index("generate")
     from safetensors.torch import load_file
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(restored[name], saved[name]) for name in saved)
-    assert json.loads((tmp_path / "run" / "checkpoint-2" / "rollout_state.json").read_text())["model_version"] == 2 and events.count("generate") == 5 * 4
+    assert json.loads((tmp_path / "run" / "checkpoint-2" / "rollout_state.json").read_text())["model_version"] == 2
+    assert sum(not is_evaluation(body) for body in server.bodies[asked:]) == 5 * 4
+    evaluated = [json.loads(line) for line in (tmp_path / "run" / "eval" / "step_2.jsonl").read_text().splitlines()]
+    assert len(evaluated) == EVALUATED * 3 and all(record["model_version"] >= 2 for record in evaluated)
     groups, steps = trained(tmp_path / "run")
     counted = [group for step in steps.values() for group, _ in step]
     assert sorted(counted) == sorted(list(range(PROMPTS)) * 4) and sorted(groups) == list(range(PROMPTS))
     assert len({rollout for step in steps.values() for _, rollout in step}) == PROMPTS * 4
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "loss" in line]
     assert [step["model_version"] for step in logged] == list(range(1, len(logged) + 1)) and logged[-1]["epoch"] == 1.0
