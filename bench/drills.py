@@ -11,7 +11,9 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -132,18 +134,21 @@ DRILLS = dict(
 
 
 def evaluation(server, folder):
-    """What evaluating 8 prompts twice every 2 steps does to the share of its time that training waits for samples."""
+    """What evaluating 8 prompts twice every 2 steps does to the share of its time that training waits for samples; two runs of each, in turns."""
     (folder / "eval.jsonl").write_text("".join(json.dumps(dict(prompt=[dict(role="user", content=f"What is {i} + 1?")])) + "\n" for i in range(8)))
-    shares = {}
-    for name, more in (("without", []), ("with", [f"eval_dataset={folder}/eval.jsonl", "eval_steps=2", "eval_num_generations=2"])):
+    shares, evaluations = dict(without=[], with_it=[]), 0
+    for name in [*shares] * 2:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        more = [f"eval_dataset={folder}/eval.jsonl", "eval_steps=2", "eval_num_generations=2"] if name == "with_it" else []
         run = Run(folder, "save_strategy=no", "save_rollouts=false", "max_concurrent_rollouts=48", *more)
         run.until(lambda: False, 600)
         steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        steps = [step for step in steps if step["step"] > 2 and "perf/step_s" in step]           # the first waits for everything to start
-        shares[name] = sum(step["perf/rollout_wait_s"] for step in steps) / sum(step["perf/step_s"] for step in steps)
-    row = dict(drill="evaluation", steps=len(steps), evaluations=len(list((folder / "run" / "eval").iterdir())), wait_share_without=round(shares["without"], 3),
-               wait_share_with=round(shares["with"], 3), points=round(100 * (shares["with"] - shares["without"]), 1))
-    row["holds"] = row["points"] < 5
+        steps = [step for step in steps if step["step"] > 10 and "perf/step_s" in step]           # the first wait for everything to start
+        shares[name].append(sum(step["perf/rollout_wait_s"] for step in steps) / sum(step["perf/step_s"] for step in steps))
+        evaluations += len(list((folder / "run").glob("eval/*.jsonl")))
+    points = 100 * (statistics.mean(shares["with_it"]) - statistics.mean(shares["without"]))
+    row = dict(drill="evaluation", steps=len(steps), evaluations=evaluations, **{f"wait_share_{name}": [round(share, 3) for share in found] for name, found in shares.items()},
+               points=round(points, 1), holds=points < 5)
     print(json.dumps(row), flush=True)
     return row["holds"]
 
@@ -158,8 +163,8 @@ def simulated(names, seed):
     for name in names:
         if name == "evaluation":
             with tempfile.TemporaryDirectory() as folder, Server(answer, keep=False, model=model) as server:
-                server.delay, answer.version, folder = 0.2, 0, Path(folder)
-                (folder / "x.py").write_text(CONFIG.format(model=model, url=server.url, budget=120, length=None, prompts=120))
+                server.delay, answer.version, folder = 0.6, 0, Path(folder)
+                (folder / "x.py").write_text(CONFIG.format(model=model, url=server.url, budget=120, length=None, prompts=400))
                 held.append(evaluation(server, folder))
             continue
         rng = random.Random(f"{name} {seed}")
