@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import tiny_config, tiny_lm, tiny_lora, tiny_moe  # noqa: E402
 
 from loss import Objective                                      # noqa: E402
-from model import Policy, load_policy                           # noqa: E402
+from model import Policy, check_packing, load_policy            # noqa: E402
 from packing import plan_micro_batch                            # noqa: E402
 from shard import shard                                         # noqa: E402
 from planning import make_step, scatter_step                    # noqa: E402
@@ -25,29 +25,35 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", update=False):
-    """micro_batches: lists of samples. Gradients (or, with `update`, parameters after one SGD step) in full, and what was reported."""
+def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", steps=0):
+    """micro_batches: lists of samples. Gradients in full (or parameters after so many SGD steps that begin as train.py's do), and what was reported."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = tiny_config(model=model, loss_normalization=normalization)
-    made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny_untied=lambda: Policy(tiny_lm(tied=False), 1.0, "sdpa"), tiny11=lambda: Policy(tiny_lm(vocab=11), 1.0, "sdpa"),
+    made = dict(tiny=lambda: Policy(tiny_lm(), 1.0, "sdpa"), tiny_untied=lambda: Policy(tiny_lm(tied=False), 1.0, "sdpa"), tiny13=lambda: Policy(tiny_lm(vocab=13), 1.0, "sdpa"),
                 tiny_moe=lambda: Policy(tiny_moe(), 1.0, "sdpa", 0.5), tiny_lora=lambda: tiny_lora())
     policy = made[model]() if model in made else load_policy(config, torch.device("cpu"))
     dtype = torch.float64 if model in made and model != "tiny_moe" else torch.float32      # torch's grouped product knows no fp64
     shard(policy.to(dtype), dist.init_device_mesh("cpu", (world,)), dtype)
+    if steps:
+        check_packing(policy, torch.device("cpu"), dtype)            # a forward without gradients comes before the optimizer
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.2)
     plan = None
     if rank == 0:
         planned = [plan_micro_batch(samples, world, budget) for samples in micro_batches]
         assert all(left is None for _, left in planned)
         plan = make_step(config, [rows for rows, _ in planned], 0, budget)
     group = dist.group.WORLD if world > 1 else None
-    _, stats = forward_backward(policy, Objective(), scatter_step(plan, rank, world), torch.device("cpu"), group)
+    share = scatter_step(plan, rank, world)
+    _, stats = forward_backward(policy, Objective(), share, torch.device("cpu"), group)
     norm = full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9)).reshape(1)
     norms = [torch.empty_like(norm) for _ in range(world)]
     dist.all_gather(norms, norm)
     metrics, terms, loss = stats.reduce(Objective(), group)
-    if update:
-        torch.optim.SGD(policy.parameters(), lr=1.0).step()
-    values = {name: full(p if update else p.grad).detach().clone() for name, p in policy.lm.named_parameters() if p.requires_grad}
+    for step in range(steps):
+        optimizer.step()
+        optimizer.zero_grad()
+        forward_backward(policy, Objective(), share, torch.device("cpu"), group) if step < steps - 1 else None
+    values = {name: full(p if steps else p.grad).detach().clone() for name, p in policy.lm.named_parameters() if p.requires_grad}
     return dict(values=values, terms=terms, loss=loss, norms=[n.item() for n in norms], metrics=metrics,
                 trained=plan.trained_tokens if plan else 0, forwarded=plan.forwarded_tokens if plan else 0)
 
