@@ -103,8 +103,7 @@ class Checkpoints:
             if self.rank == 0:
                 write_model(weights, self.policy, self.tokenizer, partial)
                 for name, parts in texts.items():
-                    with (partial / name).open("w") as file:
-                        file.writelines(parts)
+                    (partial / name).write_text("".join(parts))
             dist.barrier(self.group)                     # the folder is there
             if state:                                    # nothing to copy ahead: that would wait for the GPU's stream
                 dcp.save(state, storage_writer=dcp.FileSystemWriter(partial / "state", per_thread_copy_ahead=0), process_group=self.group)
@@ -121,9 +120,11 @@ class Checkpoints:
         except (OSError, SafetensorError, CheckpointException) as error:
             clear(self.output)
             last = f"resume_from_checkpoint={newest(self.output)} goes on from there" if found(self.output) else "no earlier one is there"
-            written.set_exception(ConfigError(f"{folder} could not be written ({str(error).strip().splitlines()[-1]}): make room; {last}."))
+            written.set_exception(ConfigError(f"{folder} could not be written ({(str(error).strip() or repr(error)).splitlines()[-1]}): make room; {last}."))
         except BaseException as error:
             written.set_exception(error)
+        finally:                                         # where the disk does not even let itself be cleared
+            written.done() or written.set_exception(RuntimeError(f"{folder} could not be written"))
 
     def restore(self) -> tuple[Counters, dict, Progress]:
         """The run as `resume_from_checkpoint` says, or its beginning. Raises ConfigError for a checkpoint that is damaged or another model's."""
@@ -196,5 +197,4 @@ class Checkpoints:
 
 
 def random_state() -> dict:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state(), cuda=cuda)
+    return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)

@@ -82,8 +82,8 @@ class Nccl:
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
-        ours = [all("takes_weights" in control.reply(server, "/collective_rpc", dict(method="takes_weights")).text for server in range(len(control.urls)))
-                if dist.get_rank() == 0 else None]
+        ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights")).text.replace(" ", "")
+                    for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(ours, src=0)
         self.by_plan, self.told = ours[0], set()
         self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
@@ -162,7 +162,10 @@ class Nccl:
 
     def _forget(self, server: int) -> None:
         """A group that stopped half way through a collective is of no use: the next sync opens another."""
-        self.groups.pop(server, None)
+        group = self.groups.pop(server, None)
+        if hasattr(group, "destroy"):
+            group.destroy()                      # aborts what is still enqueued, of which the stream would wait for ever
+        self.streams.pop(server, None)
         for events in self.sent:
             events.pop(server, None)
 

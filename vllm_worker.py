@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-GLOO_TIMEOUT = timedelta(minutes=30)
+GLOO_TIMEOUT = timedelta(minutes=5)
 
 
 class CopyPlan:
@@ -25,7 +25,9 @@ class CopyPlan:
 
     def attach_weights(self, buffer: dict, chunks: list) -> dict:
         """Map the trainer's buffer, or open a group with it. chunks: for each filling of the buffer a list of [name, dtype, shape, offset in bytes]."""
-        self.sync_group = self.sync_buffer = None            # of a run before this one
+        if hasattr(getattr(self, "sync_group", None), "destroy"):
+            self.sync_group.destroy()                        # of a run before this one, as is all that holds its buffer
+        self.sync_group = self.sync_buffer = self.sync_chunks = self.sync_plan = None
         if "port" in buffer:
             parallel = self.vllm_config.parallel_config
             rank = 1 + parallel.data_parallel_index * parallel.world_size + self.rank
@@ -63,7 +65,7 @@ class CopyPlan:
             return torch._foreach_copy_(targets, sources) if targets else None
         self._reload(chunk)
         if self.sync_kept is not None:
-            self.sync_kept.append(self.sync_buffer.to("cpu", copy=True))
+            self.sync_kept.append(self.sync_buffer[:self.sync_ends[chunk]].to("cpu", copy=True))
             if chunk == len(self.sync_chunks) - 1:
                 self._learn()
 
@@ -96,10 +98,14 @@ class CopyPlan:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             if chunk == 0:
+                if getattr(self, "sync_open", False):        # a load that was cut short: what it left must not be taken for a part of this one
+                    finalize_layerwise_reload(model, self.model_config)
                 initialize_layerwise_reload(model)
+                self.sync_open = True
             model.load_weights([(name, tensor.clone()) for name, tensor in self.sync_chunks[chunk]])     # it keeps some until the end
             if chunk == len(self.sync_chunks) - 1:
                 finalize_layerwise_reload(model, self.model_config)
+                self.sync_open = False
 
 
 def open_group(address: str, port: int, rank: int, world_size: int, device: torch.device):
@@ -172,6 +178,6 @@ def trace_copies(model, tensors: list[tuple[str, Tensor]]) -> tuple[list[tuple[T
     for target, source in seen.copies:
         if storage(source) not in given:
             return [], f"a loader computes new values of shape {tuple(target.shape)}"
-        if not torch.equal(target, source.to(target.device, target.dtype)):
+        if not torch.equal(target.cpu(), source.to(target.dtype)):      # on the host, where there is room
             return [], f"the model does not hold a tensor of shape {tuple(source.shape)} as it was sent"
     return [(target.detach(), source.detach()) for target, source in seen.copies], None

@@ -139,7 +139,7 @@ def main(argv):
                 proof.scores[version] = proof.policy_scores()
                 assert (problem := proof.problem(version)) is None, problem
                 print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]))), flush=True)
-            medians = {phase: statistics.median(seconds[phase] for seconds in found[1:]) for phase in found[-1]}      # the first one sets up
+            medians = {phase: statistics.median(seconds[phase] for seconds in found[1:] or found) for phase in found[-1]}      # the first one sets up
             last = dict(gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=[round(torch.cuda.mem_get_info()[0] / 1e9, 2)] if device.type == "cuda" else [])
             print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}": ms for phase, ms in milliseconds(medians).items()}, **last)), flush=True)
     finally:

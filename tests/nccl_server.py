@@ -40,7 +40,7 @@ def receive(info):
 
 
 def act(path, body):
-    assert path != "/collective_rpc", "its workers are vLLM's own"
+    assert path != "/collective_rpc", f"'Worker' object has no attribute '{body.get('method')}'"      # its workers are vLLM's own
     if path == "/init_weight_transfer_engine":
         info = body["init_info"]
         assert ("packed" in info) == (VERSION >= (0, 28)), "vLLM 0.28 moved the packing from each update to the connection"
