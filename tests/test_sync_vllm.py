@@ -20,7 +20,7 @@ from naming import NEVER
 from proof import Proof
 from serve import answers
 from sync import make_sync
-from transport import Ipc, Nccl
+from transport import Nccl
 
 TIED, UNTIED = "http://127.0.0.1:8330", "http://127.0.0.1:8331"
 
@@ -195,23 +195,6 @@ def test_broadcasts_to_the_workers_leave_the_same_bits_first_by_vllms_reload_and
             assert checksums(TIED) == by_broadcast
         said = capsys.readouterr().out
         assert "the server takes the weights by its copy plan" in said, said
-
-
-def test_a_first_load_that_was_cut_short_is_begun_anew(monkeypatch, tmp_path, small_model, servers):
-    """vLLM keeps what it has of a layer that is not whole yet, and would take it for a part of the next load."""
-    monkeypatch.setattr(Ipc, "limit", 100 << 20)
-    policy, sync, _ = trainer(tmp_path, small_model, TIED, weight_sync_backend="ipc")
-    for chunk in (0, 1):
-        sync.transport.stage(chunk, 0)()
-        sync.transport.send(0, chunk)
-    change(policy, 60)
-    again = make_sync(tiny_config(model=small_model, output_dir=str(tmp_path), vllm_server_base_url=TIED, weight_sync_backend="ipc"), policy, torch.float32)
-    again.push(0, Window())
-    first = checksums(TIED)
-    again.push(0, Window())
-    assert checksums(TIED) == first and '"by_plan":true' in again.transport.reply.replace(" ", "")
-    make_sync(tiny_config(model=small_model, output_dir=str(tmp_path), vllm_server_base_url=TIED), policy, torch.float32).push(0, Window())
-    assert checksums(TIED) == first
 
 
 def test_merged_adapters_reach_a_server_that_fuses_their_layers(tmp_path, small_model, servers):
