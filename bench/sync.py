@@ -3,7 +3,8 @@
     python bench/sync.py configs/x.py [times=20] [own=true] [any option of the config=value …]
 
 Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
-every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl. With own=true the same server (on a GPU,
+every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl, which on a GPU wants two: the server gets the second.
+With own=true the same server (on a GPU,
 vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first gather lies before the pause;
 gb_per_s is of the transfer phase. After each sync the proof of sync must hold.
 """
@@ -103,6 +104,8 @@ def start(config, own):
     argv, environment = server_command(config)
     if own and config.weight_sync_backend == "ipc":
         argv, environment = argv + ["--weight-transfer-config", json.dumps(dict(backend="ipc"))], environment | dict(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    if config.weight_sync_backend == "nccl" and torch.cuda.device_count() > 1:
+        environment = environment | dict(CUDA_VISIBLE_DEVICES="1")
     assert not answers(config.server_urls[0]), f"something already answers at {config.server_urls[0]}"
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     with (Path(config.output_dir) / "vllm.log").open("w") as log:
