@@ -3,10 +3,9 @@
     python bench/sync.py configs/x.py [times=20] [own=true] [any option of the config=value …]
 
 Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
-every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl, which on a GPU wants two: the server gets the second.
-With own=true the same server (on a GPU,
-vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first gather lies before the pause;
-gb_per_s is of the transfer phase. After each sync the proof of sync must hold.
+every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl; for nccl on GPUs the server gets the second. With
+own=true the same server (on a GPU, vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first
+gather lies before the pause; gb_per_s is of the transfer phase. After each sync the proof of sync must hold.
 """
 import json
 import os
