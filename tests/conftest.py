@@ -145,8 +145,13 @@ def scope(nodeid: str) -> str:
     return "real vLLM" if file.endswith(("test_end_to_end.py", "test_sync_vllm.py")) else file
 
 
+LONGEST = ("real vLLM", "test_sync.py", "test_feed.py", "test_resume.py", "test_distributed.py", "test_evaluate.py", "test_metrics.py", "test_weights.py", "test_vlm.py")
+
+
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: scope(item.nodeid) != "real vLLM")         # it takes longest
+    """The longest first, so that no process is left with one at the end."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(scope(item.nodeid).split("/")[-1], len(LONGEST)))
 
 
 @pytest.hookimpl(optionalhook=True)
