@@ -135,7 +135,8 @@ class Nccl:
                 if server in events:
                     self._wait(server, events[server])
             if self.by_plan and server not in self.told:
-                self.told.add(say_how(reply) and server)
+                say_how(reply)
+                self.told.add(server)
 
     def _broadcast(self, server: int, chunk: int) -> None:
         if self.device.type != "cuda":
@@ -280,14 +281,14 @@ class Ipc:
 
     def finish(self, server: int, version: int) -> None:
         if not self.told:
-            self.told = say_how(self.reply)
+            say_how(self.reply)
+            self.told = True
 
     def clean(self, version: int) -> None:
         pass
 
 
-def say_how(reply: str) -> bool:
+def say_how(reply: str) -> None:
     """Print how a server of serve.py's takes weights, as it says after the first sync."""
     reason = re.search(r'"reason":"((?:[^"\\]|\\.)*)"', reply)
     print(f"the server reloads the weights tensor by tensor: {reason[1]}" if reason else "the server takes the weights by its copy plan", flush=True)
-    return True
