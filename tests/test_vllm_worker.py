@@ -1,6 +1,9 @@
 """The copy plan without vLLM: which loaders can be followed, that tracing writes nothing, and what sends a model back to vLLM's own reload."""
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -144,3 +147,17 @@ def test_a_model_without_a_plan_is_reloaded_each_time_and_says_why(tmp_path):
             reply = worker.load_weights_chunk(chunk)
         assert not reply["by_plan"] and "computes new values" in reply["reason"]
     assert reloads == [0, 1, 0, 1] and worker.sync_kept is None
+
+
+def test_a_load_that_was_cut_short_is_closed_before_the_next_begins(monkeypatch, tmp_path):
+    """vLLM keeps what it has of a layer that is not whole, and would count it towards the next load."""
+    calls, model = [], SimpleNamespace(parameters=list, buffers=list, load_weights=lambda weights: calls.append([name for name, _ in weights]))
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(set_current_vllm_config=lambda config: nullcontext()))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", SimpleNamespace(
+        initialize_layerwise_reload=lambda model: calls.append("begin"), finalize_layerwise_reload=lambda model, config: calls.append("end")))
+    worker = worker_of(model, dict(file=str(tmp_path / "buffer"), bytes=192), CHUNKS, [])
+    worker._reload, worker.model_config, worker.sync_kept = partial(CopyPlan._reload, worker), None, None
+    for chunk in (0, 0, 1, 0, 1):
+        worker.load_weights_chunk(chunk)
+    first, second = map(list, NAMES)
+    assert calls == ["begin", first, "end", "begin", first, second, "end", "begin", first, second, "end"]
