@@ -20,6 +20,7 @@ from fake_server import EOS, FakeServer, choice
 from resume_worker import in_background
 
 from checkpoint import Checkpoints, Counters
+from config import ConfigError
 from feed import Progress, RolloutFeed
 from folders import newest, set_aside
 from metrics import Window
@@ -305,3 +306,16 @@ def test_what_another_run_left_beyond_this_ones_step_is_set_aside_and_nothing_is
         f"{folder}/{name}/file": name for folder, name in (("earlier_1", "checkpoint-9"), ("earlier_2", "checkpoint-5"), ("earlier_2", "rollouts"))}
     set_aside(tmp_path, 0)
     assert not (tmp_path / "earlier_3").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_does_not_even_let_itself_be_cleared_ends_the_run_instead_of_being_waited_for(tmp_path, group, monkeypatch):
+    def stale(*_):
+        raise OSError
+    *_, checkpoints = parts(tmp_path)
+    monkeypatch.setattr("checkpoint.write_model", stale), monkeypatch.setattr("checkpoint.clear", stale)
+    with pytest.raises(RuntimeError, match="checkpoint-1 could not be written"):
+        checkpoints.save(Counters(1), {}, SimpleNamespace(progress=Progress))
+    monkeypatch.setattr("checkpoint.clear", lambda output: None)
+    with pytest.raises(ConfigError, match=r"checkpoint-2 could not be written \(OSError\(\)\)"):
+        parts(tmp_path)[-1].save(Counters(2), {}, SimpleNamespace(progress=Progress))
