@@ -1,10 +1,11 @@
 """Tokens a second through the rollout loop, beside a bare load generator that sends the same requests and parses nothing.
 
-    python bench/rollout.py configs/x.py [groups=8] [repeats=3] [any option of the config=value …]
+    python bench/rollout.py configs/x.py [groups=8] [repeats=3] [levers=true] [api_servers=1] [any option of the config=value …]
 
 Starts the config's server unless one answers. Each repeat runs the whole loop (generation, parsing, scoring, samples pickled into a
 queue that another process empties), then replays its very requests with a plain HTTP client, then once more without log-probs: what
-they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone.
+they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone. levers=true replays them
+also as they would be without what makes them cheap: with text, and as /v1/completions (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
 """
 import asyncio
 import json
@@ -19,6 +20,7 @@ import requests
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import client  # noqa: E402
+import serve  # noqa: E402
 from config import load_config  # noqa: E402
 from data import load_rows  # noqa: E402
 from model import eos_token_ids, load_tokenizer  # noqa: E402
@@ -83,18 +85,42 @@ def without_logprobs(bodies):
             for url, body in bodies]
 
 
+def with_text(bodies):
+    return [(url, body | dict(sampling_params=body["sampling_params"] | dict(detokenize=True))) for url, body in bodies]
+
+
+def as_completions(bodies, **changes):
+    return [(url.replace("/inference/v1/generate", "/v1/completions"),
+             {name: value for name, value in body["sampling_params"].items() if name != "detokenize"}
+             | dict(model=body["model"], prompt=body["token_ids"], return_tokens_as_token_ids=True, return_token_ids=True) | changes) for url, body in bodies]
+
+
+def set_api_servers(processes):
+    command = serve.server_command
+
+    def changed(config):
+        argv, extra = command(config)
+        at = argv.index("--api-server-count") + 1
+        return [*argv[:at], processes, *argv[at + 1:]], extra
+    serve.server_command = changed
+
+
 def main(argv):
-    own = dict(argument.split("=") for argument in argv[1:] if argument.split("=")[0] in ("groups", "repeats"))
+    own = dict(argument.split("=") for argument in argv[1:] if argument.split("=")[0] in ("groups", "repeats", "levers", "api_servers"))
     rest = [argument for argument in argv[1:] if argument.split("=")[0] not in own]
     groups, repeats = int(own.get("groups", 8)), int(own.get("repeats", 3))
     config = load_config([argv[0], *rest, "launch_server=false"])
     rows = load_rows(config.train_dataset, config.train_split)
     config = load_config([argv[0], *rest, "launch_server=false", "max_steps=-1", f"num_train_epochs={groups / len(rows)}"])
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    if "api_servers" in own:
+        set_api_servers(own["api_servers"])
     server = None if answers(config.server_urls[0]) else Server(config)
     try:
         wait_for_server(config, server)
-        run(config, rows, repeats, check_server(config, config.server_urls[0]))
+        bodies, tokens = run(config, rows, repeats, check_server(config, config.server_urls[0]))
+        if own.get("levers") == "true":
+            levers(config, bodies, tokens)
     finally:
         if server:
             server.stop()
@@ -118,6 +144,17 @@ def run(config, rows, repeats, max_model_len):
         lines += [line] if repeat else []
     medians = {key: statistics.median(line[key] for line in lines) for key in lines[0] if not isinstance(lines[0][key], (str, int))}
     print(json.dumps(dict(bench="rollout_median", repeats=repeats, **{key: round(value, 3) for key, value in medians.items()})), flush=True)
+    return bodies, tokens
+
+
+def levers(config, bodies, tokens):
+    variants = {"no log-probs": without_logprobs(bodies), "as the loop asks": bodies}
+    if bodies[0][0].endswith("/inference/v1/generate"):
+        variants |= {"with text": with_text(bodies), "/v1/completions": as_completions(bodies), "/v1/completions without log-probs": as_completions(bodies, logprobs=None)}
+    for name, changed in variants.items():
+        requests.post(config.server_urls[0] + "/reset_prefix_cache", timeout=60)
+        seconds, size = asyncio.run(replay(changed, config.max_concurrent_rollouts))
+        print(json.dumps(dict(bench="rollout_lever", lever=name, tokens_per_s=round(tokens / seconds), reply_kb=round(size / 1e3, 1))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """One training step (forward, backward, AdamW) on one GPU: ours beside TRL's packing, attention and head on the same samples.
 
     python bench/step.py [shape=1.7B] [checkpointing=false] [sharing=true] [trl=true] [backend=auto] [groups=3] [rollouts=8] [prompt=512]
-                         [shortest=256] [longest=768] [repeats=10] [seed=6661]
+                         [shortest=256] [longest=768] [repeats=10] [seed=6661] [random=20]
 
 shape: 0.6B, 1.7B or 4B (Qwen3), or 2B-hybrid (Qwen3.5); random weights, fp32 masters, bf16 compute. One JSON object a line.
 Trained tokens are the same on both sides, so the ratio of tokens/s is that of the seconds. TRL trains through the classes of its
 asynchronous trainer under accelerate's bf16 autocast; its attention kernel comes from the Hub, and torch's own varlen flash
 attention stands in for it here. Ours takes the sampler's top 8 tokens into account, TRL's loss does not have them.
+random=20 trains on as many random rows after the warm-up instead, and counts the graphs that torch compiles meanwhile.
 sharing=false packs every sample by itself (plain padding-free packing) and gives the base of the tree's own speed-up.
 """
 import gc
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -75,19 +77,50 @@ def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
 
 
-def ours(shape, checkpointing, row, repeats, compiled, backend):
+def make_ours(shape, checkpointing, compiled, backend):
+    """(a function that trains one step on a row, the model's config)"""
     attention.register()
     lm = make_lm(shape, attention.NAME)
     prepare_layers(lm, checkpointing, compiled)
     policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda")), keep_logits=kept_logits(checkpointing)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
     optimizer = adamw(policy)
-    share = Share([row], [float(len(row.targets))], [row.num_tokens], [1.0])
 
-    def step():
-        forward_backward(policy, Objective(), share, torch.device("cuda"))
+    def step(row):
+        forward_backward(policy, Objective(), Share([row], [float(len(row.targets))], [row.num_tokens], [1.0]), torch.device("cuda"))
         optimizer.step()
         optimizer.zero_grad()
-    return warmed(step, repeats), step_flops(cost_of(lm.config), [row])
+    return step, lm.config
+
+
+def ours(shape, checkpointing, row, repeats, compiled, backend):
+    step, config = make_ours(shape, checkpointing, compiled, backend)
+    return warmed(lambda: step(row), repeats), step_flops(cost_of(config), [row])
+
+
+def random_rows(shape, checkpointing, row, rows, compiled, backend, seed):
+    """Train on `row` until nothing compiles any more, then on random ones, counting the graphs that torch compiles."""
+    rng, graphs = np.random.default_rng(seed), torch._dynamo.utils.counters["stats"]
+    step, _ = make_ours(shape, checkpointing, compiled, backend)
+    started, steps, before = time.perf_counter(), 0, -1
+    while graphs["unique_graphs"] != before:
+        before = graphs["unique_graphs"]
+        step(row if steps != 1 else draw_row(rng))
+        steps += 1
+    torch.cuda.synchronize()
+    warm_up, seconds = time.perf_counter() - started, []
+    for _ in range(rows):
+        drawn = draw_row(rng)
+        started = time.perf_counter()
+        step(drawn)
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - started) / drawn.num_tokens)
+    return dict(bench="random_rows", shape=shape, checkpointing=checkpointing, rows=rows, recompilations=graphs["unique_graphs"] - before, warm_up_s=round(warm_up, 1),
+                warm_up_steps=steps, median_us_per_token=round(1e6 * statistics.median(seconds), 2), worst_us_per_token=round(1e6 * max(seconds), 2))
+
+
+def draw_row(rng):
+    groups, rollouts, prompt, shortest = (int(rng.integers(*bounds)) for bounds in ((1, 4), (2, 9), (16, 1025), (1, 257)))
+    return pack_row(make_samples(groups, rollouts, prompt, shortest, int(rng.integers(shortest, 769)), int(rng.integers(1 << 31))), attention.MULTIPLE)
 
 
 def theirs(shape, checkpointing, samples, repeats):
@@ -131,13 +164,15 @@ def theirs(shape, checkpointing, samples, repeats):
 
 
 def main(shape="1.7B", checkpointing="false", sharing="true", trl="true", compiled="true", backend="auto", groups=3, rollouts=8, prompt=512, shortest=256,
-         longest=768, repeats=10, seed=6661):
+         longest=768, repeats=10, seed=6661, random=0):
     samples = make_samples(int(groups), int(rollouts), int(prompt), int(shortest), int(longest), int(seed))
     checkpointing = {"true": True, "false": False}.get(checkpointing, checkpointing)
     if sharing == "false":
         for i, sample in enumerate(samples):        # another first token each: the same lengths and terms, nothing to share
             sample.input_ids[0] = i
     row = pack_row(samples, attention.MULTIPLE)
+    if int(random):
+        return print(json.dumps(random_rows(shape, checkpointing, row, int(random), compiled == "true", backend, int(seed))), flush=True)
     (ms, peak, warm_up), work = ours(shape, checkpointing, row, int(repeats), compiled == "true", backend)
     line = dict(bench="step", shape=shape, checkpointing=checkpointing, gpu=torch.cuda.get_device_name(), tokens=row.num_tokens, padded_tokens=len(row.input_ids),
                 trained_tokens=len(row.targets), packing_ratio=round(row.raw_tokens / row.num_tokens, 3), ours_ms=round(ms, 1),
