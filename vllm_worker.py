@@ -68,6 +68,8 @@ class CopyPlan:
             self.sync_kept.append(self.sync_buffer[:self.sync_ends[chunk]].to("cpu", copy=True))
             if chunk == len(self.sync_chunks) - 1:
                 self._learn()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()             # of what the reload took: the trainer may need it on this GPU
 
     def _taken(self, started: float) -> dict:
         if self.device.type == "cuda":
@@ -111,8 +113,10 @@ class CopyPlan:
 def open_group(address: str, port: int, rank: int, world_size: int, device: torch.device):
     """The NCCL group of the trainer, rank 0, and its servers' workers; has `broadcast(tensor, src, stream)`. On a CPU one of gloo."""
     if device.type == "cuda":
+        import torch._inductor.config                        # counts this process's threads before vLLM, in a trainer, makes them one
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
+        torch.cuda.set_stream(torch.cuda.current_stream(device))     # asked for the stream first, vLLM would make a new one current, beside the model's
         return PyNcclCommunicator(StatelessProcessGroup.create(host=address, port=port, rank=rank, world_size=world_size), device=device)
     store = dist.TCPStore(address, port, world_size, rank == 0, GLOO_TIMEOUT)
     return Gloo(dist.ProcessGroupGloo(store, rank, world_size, GLOO_TIMEOUT))
