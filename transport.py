@@ -78,7 +78,7 @@ class Nccl:
     vLLM's packed weight transfer, which reloads tensor by tensor. Two buffers: while one is being sent the next chunk is gathered into the other.
     """
 
-    pauses, limit = True, 256 << 20
+    pauses, limit = True, 512 << 20
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
@@ -228,7 +228,7 @@ def check_fits(trained: int, free: int, total: int) -> None:
 class Ipc:
     """One buffer that the server on this GPU (or, without one, on this machine) has mapped; vllm_worker.py takes the weights out of it."""
 
-    pauses, limit = True, 1 << 30
+    pauses, limit = True, 2 << 30         # what fits one chunk is gathered before the pause
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         hosts = [urlparse(url).hostname for url in control.urls]
