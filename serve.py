@@ -22,6 +22,7 @@ from flags import server_command
 from model import compute_dtype, device_type
 
 RESTART = "restart it with: python serve.py <this config>"
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")      # and TORCHELASTIC_…: told they are, a server waits for torchrun's store
 
 
 class Server:
@@ -31,8 +32,9 @@ class Server:
         if answers(config.server_urls[0]):
             raise ConfigError(f"launch_server=True, but something already answers at {config.server_urls[0]}: stop it, or set launch_server=False to use it.")
         self.log = Path(config.output_dir) / "vllm.log"
+        ours = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC_")}
         with self.log.open("w") as out:              # prctl 1 is Linux's PR_SET_PDEATHSIG
-            self.process = subprocess.Popen(argv, env=os.environ | extra, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            self.process = subprocess.Popen(argv, env=ours | extra, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                                             start_new_session=True, preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM))
 
     def check(self) -> None:

@@ -124,6 +124,18 @@ def test_an_owned_server_that_dies_at_start_is_reported_with_the_end_of_its_log(
         server.stop()
 
 
+def test_a_server_owned_by_a_worker_of_torchrun_makes_its_own_process_group(tmp_path, monkeypatch):
+    """vLLM up to 0.26 opens its group's store by an address; told that torchrun's agent keeps the store, it would wait for one that nobody opens."""
+    for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    program = ("import os, sys; from datetime import timedelta; import torch.distributed as dist\n"
+               "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:8196', world_size=1, rank=0, timeout=timedelta(seconds=5))\n"
+               "sys.exit('RANK' in os.environ or os.environ['EXTRA'] != 'kept' or 'PATH' not in os.environ)")
+    monkeypatch.setattr("serve.server_command", lambda config: ([sys.executable, "-c", program], dict(EXTRA="kept")))
+    server = Server(tiny_config(vllm_server_base_url="http://127.0.0.1:9", output_dir=str(tmp_path)))
+    assert server.process.wait(60) == 0, server.log.read_text()
+
+
 def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):
     from dataclasses import replace
     with pytest.raises(ConfigError, match="something already answers"):
