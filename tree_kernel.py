@@ -46,19 +46,19 @@ def _visible(i, j, END, POSITION, N, WINDOW: tl.constexpr):
 
 @triton.jit
 def _logits(product, scale, softcap, CAPPED: tl.constexpr):
-    """Attention logits in base 2."""
+    """Attention logits in a unit, and this unit in base 2: a sum follows, and with it the product is one instruction."""
     if CAPPED:
-        return softcap * LOG2E * (2 * tl.sigmoid(2 * product * scale / softcap) - 1)      # softcap·tanh(x / softcap)
-    return product * (scale * LOG2E)
+        return 2 * tl.sigmoid(2 * product * scale / softcap) - 1, softcap * LOG2E         # softcap·tanh(x / softcap)
+    return product, scale * LOG2E
 
 
 @triton.jit
-def _load(X, head, token, i, d, N, D: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows i of a (heads, N, D) tensor whose heads and tokens lie at the element offsets `head` and `token`·i; zeros outside."""
-    where = X + head + i[:, None].to(tl.int64) * token + d[None, :]
-    if WHOLE:
+def _load(X, head, token, i, d, N, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows i of a (heads, N, D) tensor whose heads and tokens lie at the element offsets `head` and `token`·i; beyond N its last row."""
+    where = X + head + tl.minimum(i, N - 1)[:, None].to(tl.int64) * token + d[None, :]
+    if D == WIDTH:
         return tl.load(where)
-    return tl.load(where, mask=(i < N)[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(where, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -67,15 +67,14 @@ def _attend(total, top, mass, q, K, V, k_at, k_token, v_at, v_token, i, tile, EN
     """Fold one key tile into the running softmax."""
     j = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    k = _load(K, k_at, k_token, j, d, N, D, (not MASKED) and D == WIDTH)
-    s = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, CAPPED)
+    k = _load(K, k_at, k_token, j, d, N, D, WIDTH)
+    s, unit = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, CAPPED)
     if MASKED:
         s = tl.where(_visible(i[:, None], j[None, :], END, POSITION, N, WINDOW), s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)                                 # nothing seen so far
-    p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(top - base)
-    v = _load(V, v_at, v_token, j, d, N, D, (not MASKED) and D == WIDTH)
+    higher = tl.maximum(top, tl.max(s, 1) * unit)
+    p = tl.exp2(s * unit - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    v = _load(V, v_at, v_token, j, d, N, D, WIDTH)
     total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
     return total, higher, mass * shrink + tl.sum(p, 1)
 
@@ -87,30 +86,29 @@ def _forward(Q, K, V, OUT, LSE, INDEX, COUNTS, ORDER, END, POSITION, N, TILES, q
     tile, head = tl.load(ORDER + tl.program_id(0)), tl.program_id(1) * STACK
     rows, d = tl.arange(0, STACK * BLOCK), tl.arange(0, WIDTH)
     heads, i = head + rows // BLOCK, tile * BLOCK + rows % BLOCK
-    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, False)
+    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, WIDTH)
     k_at, v_at = head // SHARED * k_head, head // SHARED * v_head
     total = tl.zeros([STACK * BLOCK, WIDTH], tl.float32)
-    top, mass = tl.full([STACK * BLOCK], float("-inf"), tl.float32), tl.zeros([STACK * BLOCK], tl.float32)
+    top, mass = tl.full([STACK * BLOCK], -1e30, tl.float32), tl.zeros([STACK * BLOCK], tl.float32)        # finite: no inf - inf where nothing is seen
     full, met = tl.load(COUNTS + tile), tl.load(COUNTS + TILES + tile)
-    for n in range(0, full):
-        total, top, mass = _attend(total, top, mass, q, K, V, k_at, k_token, v_at, v_token, i, tl.load(INDEX + tile * TILES + n), END, POSITION, N,
-                                   scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, False)
-    for n in range(full, met):
-        total, top, mass = _attend(total, top, mass, q, K, V, k_at, k_token, v_at, v_token, i, tl.load(INDEX + tile * TILES + n), END, POSITION, N,
-                                   scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, True)
-    out = total / mass[:, None]
+    ahead = tl.load(INDEX + tile * TILES)                                                 # an iteration early: the pipeline keeps its stages for K and V
+    for MASKED in tl.static_range(2):
+        for n in range(full * MASKED, met if MASKED else full):
+            now, ahead = ahead, tl.load(INDEX + tile * TILES + n + 1, mask=n + 1 < met)
+            total, top, mass = _attend(total, top, mass, q, K, V, k_at, k_token, v_at, v_token, i, now, END, POSITION, N,
+                                       scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, MASKED)
+    out = total * (1 / mass)[:, None]
     tl.store(OUT + heads[:, None] * o_head + i[:, None].to(tl.int64) * o_token + d[None, :], out.to(OUT.dtype.element_ty),
              mask=(i < N)[:, None] & (d < D)[None, :])
     tl.store(LSE + heads * N + i, top + tl.log2(mass), mask=i < N)
 
 
 @triton.jit
-def _slope(product, p, dp, delta, s, softcap, CAPPED: tl.constexpr):
+def _slope(p, dp, delta, s, CAPPED: tl.constexpr):
     """Gradient of the uncapped logit from that of the weight: p·(dp − delta), through the cap."""
     ds = p * (dp - delta)
     if CAPPED:
-        capped = s / (softcap * LOG2E)
-        ds = ds * (1 - capped * capped)
+        ds = ds * (1 - s * s)
     return ds
 
 
@@ -119,15 +117,15 @@ def _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, ti
                 BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     j = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    k = _load(K, k_at, k_token, j, d, N, D, (not MASKED) and D == WIDTH)
-    v = _load(V, v_at, v_token, j, d, N, D, (not MASKED) and D == WIDTH)
+    k = _load(K, k_at, k_token, j, d, N, D, WIDTH)
+    v = _load(V, v_at, v_token, j, d, N, D, WIDTH)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    s = _logits(product, scale, softcap, CAPPED)
-    p = tl.exp2(s - lse[:, None])
+    s, unit = _logits(product, scale, softcap, CAPPED)
+    p = tl.exp2(s * unit - lse[:, None])
     if MASKED:
         p = tl.where(_visible(i[:, None], j[None, :], END, POSITION, N, WINDOW), p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    ds = _slope(product, p, dp, delta[:, None], s, softcap, CAPPED)
+    ds = _slope(p, dp, delta[:, None], s, CAPPED)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -138,21 +136,21 @@ def _backward_queries(Q, K, V, OUT, DO, LSE, DELTA, DQ, INDEX, COUNTS, ORDER, EN
     tile, head = tl.load(ORDER + tl.program_id(0)), tl.program_id(1) * STACK
     rows, d = tl.arange(0, STACK * BLOCK), tl.arange(0, WIDTH)
     heads, i = head + rows // BLOCK, tile * BLOCK + rows % BLOCK
-    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, False)
-    do = _load(DO, heads[:, None] * o_head, o_token, i, d, N, D, False)
-    out = _load(OUT, heads[:, None] * o_head, o_token, i, d, N, D, False)
+    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, WIDTH)
+    do = _load(DO, heads[:, None] * o_head, o_token, i, d, N, D, WIDTH)
+    out = _load(OUT, heads[:, None] * o_head, o_token, i, d, N, D, WIDTH)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + heads * N + i, delta, mask=i < N)
     lse = tl.load(LSE + heads * N + i, mask=i < N, other=float("inf"))
     k_at, v_at = head // SHARED * k_head, head // SHARED * v_head
     dq = tl.zeros([STACK * BLOCK, WIDTH], tl.float32)
     full, met = tl.load(COUNTS + tile), tl.load(COUNTS + TILES + tile)
-    for n in range(0, full):
-        dq = _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, tl.load(INDEX + tile * TILES + n), END, POSITION, N,
-                         scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, False)
-    for n in range(full, met):
-        dq = _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, tl.load(INDEX + tile * TILES + n), END, POSITION, N,
-                         scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, True)
+    ahead = tl.load(INDEX + tile * TILES)
+    for MASKED in tl.static_range(2):
+        for n in range(full * MASKED, met if MASKED else full):
+            now, ahead = ahead, tl.load(INDEX + tile * TILES + n + 1, mask=n + 1 < met)
+            dq = _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, now, END, POSITION, N,
+                             scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, MASKED)
     tl.store(DQ + heads[:, None] * o_head + i[:, None].to(tl.int64) * o_token + d[None, :], (dq * scale).to(DQ.dtype.element_ty),
              mask=(i < N)[:, None] & (d < D)[None, :])
 
@@ -162,18 +160,18 @@ def _key_part(dk, dv, k, v, Q, DO, LSE, DELTA, head, q_head, q_token, o_head, o_
               WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     i = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    q = _load(Q, head * q_head, q_token, i, d, N, D, (not MASKED) and D == WIDTH)
-    do = _load(DO, head * o_head, o_token, i, d, N, D, (not MASKED) and D == WIDTH)
+    q = _load(Q, head * q_head, q_token, i, d, N, D, WIDTH)
+    do = _load(DO, head * o_head, o_token, i, d, N, D, WIDTH)
     lse = tl.load(LSE + head * N + i, mask=i < N, other=float("inf"))                     # beyond the row: weight 0
     delta = tl.load(DELTA + head * N + i, mask=i < N, other=0.0)
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)                           # (keys, queries)
-    s = _logits(product, scale, softcap, CAPPED)
-    p = tl.exp2(s - lse[None, :])
+    s, unit = _logits(product, scale, softcap, CAPPED)
+    p = tl.exp2(s * unit - lse[None, :])
     if MASKED:
         p = tl.where(_visible(i[None, :], j[:, None], END, POSITION, N, WINDOW), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    ds = _slope(product, p, dp, delta[None, :], s, softcap, CAPPED)
+    ds = _slope(p, dp, delta[None, :], s, CAPPED)
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
@@ -183,16 +181,16 @@ def _backward_keys(Q, K, V, DO, LSE, DELTA, DK, DV, INDEX, COUNTS, ORDER, END, P
                    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     tile, group = tl.load(ORDER + tl.program_id(0)), tl.program_id(1)
     j, d = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    k = _load(K, group * k_head, k_token, j, d, N, D, False)
-    v = _load(V, group * v_head, v_token, j, d, N, D, False)
+    k = _load(K, group * k_head, k_token, j, d, N, D, WIDTH)
+    v = _load(V, group * v_head, v_token, j, d, N, D, WIDTH)
     dk, dv = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     full, met = tl.load(COUNTS + tile), tl.load(COUNTS + TILES + tile)
-    for n in range(0, full * SHARED):
-        dk, dv = _key_part(dk, dv, k, v, Q, DO, LSE, DELTA, group * SHARED + n % SHARED, q_head, q_token, o_head, o_token, j,
-                           tl.load(INDEX + tile * TILES + n // SHARED), END, POSITION, N, scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, False)
-    for n in range(full * SHARED, met * SHARED):
-        dk, dv = _key_part(dk, dv, k, v, Q, DO, LSE, DELTA, group * SHARED + n % SHARED, q_head, q_token, o_head, o_token, j,
-                           tl.load(INDEX + tile * TILES + n // SHARED), END, POSITION, N, scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, True)
+    ahead = tl.load(INDEX + tile * TILES)
+    for MASKED in tl.static_range(2):
+        for n in range(full * MASKED * SHARED, (met if MASKED else full) * SHARED):
+            now, ahead = ahead, tl.load(INDEX + tile * TILES + (n + 1) // SHARED, mask=n + 1 < met * SHARED)
+            dk, dv = _key_part(dk, dv, k, v, Q, DO, LSE, DELTA, group * SHARED + n % SHARED, q_head, q_token, o_head, o_token, j, now, END, POSITION, N,
+                               scale, softcap, D, WIDTH, BLOCK, WINDOW, CAPPED, PRECISION, MASKED)
     where = group * g_head + j[:, None].to(tl.int64) * g_token + d[None, :]
     inside = (j < N)[:, None] & (d < D)[None, :]
     tl.store(DK + where, (dk * scale).to(DK.dtype.element_ty), mask=inside)
