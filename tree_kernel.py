@@ -14,6 +14,7 @@ from torch import Tensor
 
 BLOCK = 64                       # a trie's branches are short: larger tiles compute more that no query sees
 LOG2E = tl.constexpr(1.4426950408889634)
+ROW = dict(do_not_specialize=["TILES"], do_not_specialize_on_alignment=["INDEX", "COUNTS", "ORDER"])    # another row compiles nothing
 KERNELS = dict(forward=dict(num_warps=8, num_stages=3), queries=dict(num_warps=8, num_stages=3), keys=dict(num_warps=4, num_stages=2))
 
 
@@ -53,9 +54,9 @@ def _logits(product, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _load(X, head, token, i, d, N, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows i of a (heads, N, D) tensor whose heads and tokens lie at the element offsets `head` and `token`·i; beyond N its last row."""
-    where = X + head + tl.minimum(i, N - 1)[:, None].to(tl.int64) * token + d[None, :]
+def _load(X, head, token, first, i, d, N, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first + i of a (heads, N, D) tensor whose heads and tokens lie `head` and `token` elements apart; beyond N its last row."""
+    where = X + head + first.to(tl.int64) * token + (tl.minimum(i, N - 1 - first)[:, None] * token + d[None, :])
     if D == WIDTH:
         return tl.load(where)
     return tl.load(where, mask=(d < D)[None, :], other=0.0)
@@ -67,26 +68,26 @@ def _attend(total, top, mass, q, K, V, k_at, k_token, v_at, v_token, i, tile, EN
     """Fold one key tile into the running softmax."""
     j = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    k = _load(K, k_at, k_token, j, d, N, D, WIDTH)
+    k = _load(K, k_at, k_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
     s, unit = _logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, CAPPED)
     if MASKED:
         s = tl.where(_visible(i[:, None], j[None, :], END, POSITION, N, WINDOW), s, float("-inf"))
     higher = tl.maximum(top, tl.max(s, 1) * unit)
     p = tl.exp2(s * unit - higher[:, None])
     shrink = tl.exp2(top - higher)
-    v = _load(V, v_at, v_token, j, d, N, D, WIDTH)
+    v = _load(V, v_at, v_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
     total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
     return total, higher, mass * shrink + tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(**ROW)
 def _forward(Q, K, V, OUT, LSE, INDEX, COUNTS, ORDER, END, POSITION, N, TILES, q_head, q_token, k_head, k_token, v_head, v_token, o_head, o_token,
              scale, softcap, SHARED: tl.constexpr, STACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
              WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     tile, head = tl.load(ORDER + tl.program_id(0)), tl.program_id(1) * STACK
     rows, d = tl.arange(0, STACK * BLOCK), tl.arange(0, WIDTH)
     heads, i = head + rows // BLOCK, tile * BLOCK + rows % BLOCK
-    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, WIDTH)
+    q = _load(Q, heads[:, None] * q_head, q_token, tile * BLOCK, rows % BLOCK, d, N, D, WIDTH)
     k_at, v_at = head // SHARED * k_head, head // SHARED * v_head
     total = tl.zeros([STACK * BLOCK, WIDTH], tl.float32)
     top, mass = tl.full([STACK * BLOCK], -1e30, tl.float32), tl.zeros([STACK * BLOCK], tl.float32)        # finite: no inf - inf where nothing is seen
@@ -117,8 +118,8 @@ def _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, ti
                 BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     j = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    k = _load(K, k_at, k_token, j, d, N, D, WIDTH)
-    v = _load(V, v_at, v_token, j, d, N, D, WIDTH)
+    k = _load(K, k_at, k_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
+    v = _load(V, v_at, v_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s, unit = _logits(product, scale, softcap, CAPPED)
     p = tl.exp2(s * unit - lse[:, None])
@@ -129,16 +130,16 @@ def _query_part(dq, q, do, lse, delta, K, V, k_at, k_token, v_at, v_token, i, ti
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(**ROW)
 def _backward_queries(Q, K, V, OUT, DO, LSE, DELTA, DQ, INDEX, COUNTS, ORDER, END, POSITION, N, TILES, q_head, q_token, k_head, k_token, v_head, v_token,
                       o_head, o_token, scale, softcap, SHARED: tl.constexpr, STACK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                       BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     tile, head = tl.load(ORDER + tl.program_id(0)), tl.program_id(1) * STACK
     rows, d = tl.arange(0, STACK * BLOCK), tl.arange(0, WIDTH)
     heads, i = head + rows // BLOCK, tile * BLOCK + rows % BLOCK
-    q = _load(Q, heads[:, None] * q_head, q_token, i, d, N, D, WIDTH)
-    do = _load(DO, heads[:, None] * o_head, o_token, i, d, N, D, WIDTH)
-    out = _load(OUT, heads[:, None] * o_head, o_token, i, d, N, D, WIDTH)
+    q = _load(Q, heads[:, None] * q_head, q_token, tile * BLOCK, rows % BLOCK, d, N, D, WIDTH)
+    do = _load(DO, heads[:, None] * o_head, o_token, tile * BLOCK, rows % BLOCK, d, N, D, WIDTH)
+    out = _load(OUT, heads[:, None] * o_head, o_token, tile * BLOCK, rows % BLOCK, d, N, D, WIDTH)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + heads * N + i, delta, mask=i < N)
     lse = tl.load(LSE + heads * N + i, mask=i < N, other=float("inf"))
@@ -160,29 +161,29 @@ def _key_part(dk, dv, k, v, Q, DO, LSE, DELTA, head, q_head, q_token, o_head, o_
               WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     i = tile * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    q = _load(Q, head * q_head, q_token, i, d, N, D, WIDTH)
-    do = _load(DO, head * o_head, o_token, i, d, N, D, WIDTH)
+    q = _load(Q, head * q_head, q_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
+    do = _load(DO, head * o_head, o_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
     lse = tl.load(LSE + head * N + i, mask=i < N, other=float("inf"))                     # beyond the row: weight 0
     delta = tl.load(DELTA + head * N + i, mask=i < N, other=0.0)
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)                           # (keys, queries)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)                               # runs while p is computed
     s, unit = _logits(product, scale, softcap, CAPPED)
     p = tl.exp2(s * unit - lse[None, :])
     if MASKED:
         p = tl.where(_visible(i[None, :], j[:, None], END, POSITION, N, WINDOW), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     ds = _slope(p, dp, delta[None, :], s, CAPPED)
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
-@triton.jit
+@triton.jit(**ROW)
 def _backward_keys(Q, K, V, DO, LSE, DELTA, DK, DV, INDEX, COUNTS, ORDER, END, POSITION, N, TILES, q_head, q_token, k_head, k_token, v_head, v_token,
                    o_head, o_token, g_head, g_token, scale, softcap, SHARED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     tile, group = tl.load(ORDER + tl.program_id(0)), tl.program_id(1)
     j, d = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    k = _load(K, group * k_head, k_token, j, d, N, D, WIDTH)
-    v = _load(V, group * v_head, v_token, j, d, N, D, WIDTH)
+    k = _load(K, group * k_head, k_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
+    v = _load(V, group * v_head, v_token, tile * BLOCK, tl.arange(0, BLOCK), d, N, D, WIDTH)
     dk, dv = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     full, met = tl.load(COUNTS + tile), tl.load(COUNTS + TILES + tile)
     ahead = tl.load(INDEX + tile * TILES)
