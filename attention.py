@@ -6,7 +6,7 @@ the keyword `tree`, made once a row and shared by the layers. The backends compu
     "hub"    FlashAttention kernels of the Hugging Face Hub, one call over all segments; each segment's keys and values are its
              path from the root, gathered. Restores the causal varlen form that every such kernel has.
     "flex"   torch's FlexAttention with the mask above, nothing gathered.
-    "triton" this project's own kernels (tree_kernel.py), nothing gathered; not yet run on a GPU.
+    "triton" this project's own kernels (tree_kernel.py), nothing gathered.
     "sdpa"   a dense mask: the reference, and the CPU path.
 """
 from functools import cached_property
