@@ -23,7 +23,7 @@ from deltanet import Segments
 
 NAME = "tree"
 TILE = 128          # FlexAttention's sparse block, in tokens
-MULTIPLE = 64       # of tokens that rows are padded to on a GPU: whole tiles of the matrix products
+MULTIPLE = TILE     # of tokens that rows are padded to on a GPU: FlexAttention's backward reads log-sums beyond a row that ends inside a tile, 0 times whatever lies there
 HOPPER_128 = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=3, bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64,
                   bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)     # on a trie's ragged mask 11 and 6 % faster than torch's own choice
 _compiled_flex = torch.compile(flex_attention, dynamic=True)
@@ -73,6 +73,7 @@ class Tree:
         return some, full
 
     def _block_mask(self, window: int | None) -> BlockMask:
+        assert self.device.type != "cuda" or len(self.end) % MULTIPLE == 0, f"a row of {len(self.end)} tokens ends inside a tile"
         some, full = self._tiles(TILE, window)
         lists = [part for mask in (some & ~full, full, (some & ~full).T, full.T) for part in _block_lists(mask)]
         return BlockMask((len(self.end),) * 2, *lists, (TILE, TILE), _mask_mod(self.end, self.position_ids, window))

@@ -653,3 +653,9 @@ def test_the_widest_kernels_fit_into_a_hoppers_shared_memory(name, kernel):
     source = ASTSource(function, signature, constexprs={(function.arg_names.index(key),): value for key, value in constants.items()})
     built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=tree_kernel._launch(name, query))
     assert built.metadata.shared <= 232_448
+
+
+def test_rows_for_a_gpu_end_with_a_tile_of_flex_attention():
+    """Its backward reads the log-sum-exp and delta of queries beyond the row and multiplies by 0, which is nan where they are not finite."""
+    lengths = [len(pack_row([make_sample(list(range(n)), n - 1)], attention.MULTIPLE).end) for n in (2, 64, 127, 128, 129, 192, 320)]
+    assert lengths == [attention.TILE * tiles for tiles in (1, 1, 1, 1, 2, 2, 3)]
