@@ -1,7 +1,6 @@
 """HTTP to the vLLM servers: which one serves a group, how many rollouts they can take, and what their replies mean."""
 import asyncio
 import math
-import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,11 +11,13 @@ import msgspec
 
 from config import Config, ConfigError
 from metrics import Window
+from replies import parse_completion, parse_generate, parse_metrics
 from tools import TurnRecord
 
 RETRY_SECONDS = 25.0     # how long requests are retried while a server answers none
 ATTEMPTS = 20            # at one request, while it answers others
 POLL_SECONDS = 5.0       # between two looks at /metrics
+FINAL_ONLY = 2           # vLLM's RequestOutputKind: one output a request, not one a token
 route: ContextVar[list[int]] = ContextVar("route")       # the server of the group that this task belongs to, in a list of one
 
 
@@ -37,6 +38,7 @@ class Servers:
         self.naming = naming or (lambda version: nullcontext(config.model))
         self.requests = [0] * len(urls)                  # in flight
         self.token_endpoint = [True] * len(urls)         # /inference/v1/generate, until it answers 404
+        self.packs = [None] * len(urls)                  # whether it has vllm_scheduler.py, once it was asked
         self.answered = [0.0] * len(urls)                # time.monotonic() of the last turn
         self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
 
@@ -113,9 +115,15 @@ class Servers:
     async def _request(self, server: int, model: str, prompt_ids: list[int], sampling: dict, version: int) -> TurnRecord:
         try:
             if self.token_endpoint[server]:
-                reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=sampling))
+                asked = sampling | dict(output_kind=FINAL_ONLY)
+                if await self._packs(server) and sampling["logprobs"] and not sampling.get("stop"):      # at a stop string an API process ends the request, without the engine
+                    asked |= dict(logprobs=None, extra_args=(sampling.get("extra_args") or {}) | dict(sampler_logprobs=sampling["logprobs"] - 1))
+                reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=asked))
                 if reply is not None:
                     turn = parse_generate(reply, prompt_ids, version)
+                    if turn is None:
+                        self.packs[server] = False
+                        raise Unreachable("a reply without log-probs")
                     self._check_told(server, turn)
                     return turn
                 self.token_endpoint[server] = False
@@ -127,6 +135,16 @@ class Servers:
         if reply is None:
             raise ConfigError(f"the server at {self.urls[server]} offers neither /inference/v1/generate nor /v1/completions: is it vLLM?")
         return parse_completion(reply, prompt_ids, version)
+
+    async def _packs(self, server: int) -> bool:
+        """Whether the server sends log-probs packed, one array a reply."""
+        if self.packs[server] is None:
+            try:
+                async with self.session.get(self.urls[server] + "/server_info", params=dict(config_format="json")) as reply:
+                    self.packs[server] = reply.status == 200 and "vllm_scheduler." in await reply.text()
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                raise Unreachable(f"{type(error).__name__}: {error}") from error
+        return self.packs[server]
 
     def _check_told(self, server: int, turn: TurnRecord) -> None:
         """A server that told the version of its tokens and does so no more was started anew, with its checkpoint's weights."""
@@ -215,86 +233,3 @@ class LoadCap:
         self.finished += 1
         async with self.changed:
             self.changed.notify_all()
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """What /metrics says of load, over engines: usage the largest, the rest summed. kv_tokens: what the KV cache holds."""
-    def values(name):
-        return [float(value) for value in re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)]
-    def label(name, labels):
-        found = re.search(rf'\b{name}="(\d+)"', labels)
-        return int(found[1]) if found else 0
-    caches = re.findall(r"^vllm:cache_config_info{([^}]*)}", text, re.MULTILINE)
-    # Blocks times their size is wrong where layers differ in their caches, and each engine's series has the blocks of all.
-    tokens = sum(label("kv_cache_size_tokens", c) for c in caches) or max((label("num_gpu_blocks", c) * label("block_size", c) for c in caches), default=0)
-    return dict(usage=max(values("kv_cache_usage_perc"), default=0.0), running=sum(values("num_requests_running")),
-                waiting=sum(values("num_requests_waiting")), preempted=sum(values("num_preemptions_total")), kv_tokens=tokens)
-
-
-class _Entry(msgspec.Struct):
-    logprob: float | None = None
-    token_id: int | None = None
-    token: str | None = None             # before vLLM 0.32 "token_id:N"
-    top_logprobs: list["_Entry"] = []
-
-    @property
-    def id(self) -> int:
-        return int(self.token.removeprefix("token_id:")) if self.token_id is None else self.token_id
-
-
-class _Content(msgspec.Struct):
-    content: list[_Entry]
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int = 0
-    end: int = 0
-
-
-class _Generated(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Content
-    weight_versions: list[_Span] | None = None
-    sampling_mask: list[list[int]] | None = None
-
-
-class _CompletionLogprobs(msgspec.Struct):
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None = None
-
-
-class _Completed(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _CompletionLogprobs
-
-
-# typed: four times as fast as json.loads
-_generate, _completion = (msgspec.json.Decoder(msgspec.defstruct("Reply", [("choices", list[kind])])) for kind in (_Generated, _Completed))
-
-
-def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:
-    """A /inference/v1/generate reply. Versions are those of its tokens where the server tells, else the one at the request."""
-    choice = _generate.decode(reply).choices[0]
-    entries, ids = choice.logprobs.content, choice.token_ids
-    told = [(int(span.version), max(span.end - span.start, 1)) for span in choice.weight_versions or [] if span.version.isdigit()]
-    spans = told or [(version, 1)]
-    return TurnRecord(prompt_ids=prompt_ids, output_ids=ids,
-                      output_log_probs=[_number(entry.logprob) if entry.id == token else None for entry, token in zip(entries, ids)],
-                      output_sampler_logprobs=[{top.id: _number(top.logprob) for top in entry.top_logprobs} for entry in entries],
-                      output_sampling_mask=choice.sampling_mask, model_version=min(v for v, _ in spans), version_told=bool(told),
-                      mean_version=sum(v * n for v, n in spans) / sum(n for _, n in spans))
-
-
-def parse_completion(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:
-    """A /v1/completions reply with token ids as keys; such a server tells no versions."""
-    choice = _completion.decode(reply).choices[0]
-    tops = choice.logprobs.top_logprobs or [{}] * len(choice.token_ids)
-    return TurnRecord(prompt_ids=prompt_ids, output_ids=choice.token_ids, output_log_probs=[_number(value) for value in choice.logprobs.token_logprobs],
-                      output_sampler_logprobs=[{int(key.removeprefix("token_id:")): _number(value) for key, value in (top or {}).items()} for top in tops],
-                      model_version=version, mean_version=version)
-
-
-def _number(value: float | None) -> float | None:
-    """None where vLLM has none: it writes -9999 for a missing value or −inf, which JSON cannot hold."""
-    return None if value is None or value <= -9999 else value

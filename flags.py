@@ -46,13 +46,13 @@ def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
 
 
 def sync_flags(config: Config, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
-    """(flags, environment variables) that let the weights in."""
-    flags, environment = [], dict(VLLM_SERVER_DEV_MODE="1")
+    """(flags, environment variables) that let the weights in and the log-probs out."""
+    here = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    flags, environment = ["--scheduler-cls", "vllm_scheduler.scheduler"], dict(VLLM_SERVER_DEV_MODE="1", PYTHONPATH=here)
     if config.weight_sync_backend == "nccl" and not on_cpu:      # for trainers without the workers below
         flags += ["--weight-transfer-config", json.dumps(dict(backend="nccl"))]
     if config.weight_sync_backend in ("nccl", "ipc"):
         flags += ["--worker-extension-cls", "vllm_worker.CopyPlan"]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     if config.vllm_enable_lora:
         flags += ["--enable-lora", "--max-lora-rank", str(served_rank(largest_rank(config.peft_config))), "--max-loras", str(versions_kept(config.max_staleness) + 1)]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

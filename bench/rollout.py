@@ -5,7 +5,7 @@
 Starts the config's server unless one answers. Each repeat runs the whole loop (generation, parsing, scoring, samples pickled into a
 queue that another process empties), then replays its very requests with a plain HTTP client, then once more without log-probs: what
 they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone. levers=true replays them
-also as they would be without what makes them cheap: with text, and as /v1/completions (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
+also as they would be without what makes them cheap (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
 """
 import asyncio
 import json
@@ -80,29 +80,33 @@ async def replay(bodies, concurrency):
         return time.perf_counter() - started, statistics.mean(size)
 
 
+def changed(bodies, **changes):
+    return [(url, body | (dict(sampling_params=body["sampling_params"] | changes) if "sampling_params" in body else changes)) for url, body in bodies]
+
+
 def without_logprobs(bodies):
-    return [(url, body | (dict(sampling_params=body["sampling_params"] | dict(logprobs=None)) if "sampling_params" in body else dict(logprobs=None)))
-            for url, body in bodies]
+    return changed(bodies, logprobs=None, **(dict(extra_args=None) if "sampling_params" in bodies[0][1] else {}))
 
 
-def with_text(bodies):
-    return [(url, body | dict(sampling_params=body["sampling_params"] | dict(detokenize=True))) for url, body in bodies]
+def unpacked(bodies, config):
+    """As a server without vllm_scheduler.py is asked."""
+    return changed(bodies, logprobs=config.num_sampler_logprobs + 1, extra_args=None)
 
 
 def as_completions(bodies, **changes):
     return [(url.replace("/inference/v1/generate", "/v1/completions"),
-             {name: value for name, value in body["sampling_params"].items() if name != "detokenize"}
+             {name: value for name, value in body["sampling_params"].items() if name not in ("detokenize", "extra_args", "output_kind")}
              | dict(model=body["model"], prompt=body["token_ids"], return_tokens_as_token_ids=True, return_token_ids=True) | changes) for url, body in bodies]
 
 
 def set_api_servers(processes):
     command = serve.server_command
 
-    def changed(config):
+    def with_processes(config):
         argv, extra = command(config)
         at = argv.index("--api-server-count") + 1
         return [*argv[:at], processes, *argv[at + 1:]], extra
-    serve.server_command = changed
+    serve.server_command = with_processes
 
 
 def main(argv):
@@ -150,10 +154,12 @@ def run(config, rows, repeats, max_model_len):
 def levers(config, bodies, tokens):
     variants = {"no log-probs": without_logprobs(bodies), "as the loop asks": bodies}
     if bodies[0][0].endswith("/inference/v1/generate"):
-        variants |= {"with text": with_text(bodies), "/v1/completions": as_completions(bodies), "/v1/completions without log-probs": as_completions(bodies, logprobs=None)}
-    for name, changed in variants.items():
+        objects = unpacked(bodies, config)
+        variants |= {"not packed": objects, "not packed, an output a token": changed(objects, output_kind=0), "and text": changed(objects, output_kind=0, detokenize=True),
+                     "/v1/completions": as_completions(objects), "/v1/completions without log-probs": as_completions(objects, logprobs=None)}
+    for name, these in variants.items():
         requests.post(config.server_urls[0] + "/reset_prefix_cache", timeout=60)
-        seconds, size = asyncio.run(replay(changed, config.max_concurrent_rollouts))
+        seconds, size = asyncio.run(replay(these, config.max_concurrent_rollouts))
         print(json.dumps(dict(bench="rollout_lever", lever=name, tokens_per_s=round(tokens / seconds), reply_kb=round(size / 1e3, 1))), flush=True)
 
 

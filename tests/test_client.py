@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import client
 import pytest
 from aiohttp import web
-from client import LoadCap, Servers, parse_completion, parse_generate, parse_metrics
+from client import LoadCap, Servers
 from conftest import tiny_config
 from fake_server import EOS, FakeServer, as_completion, choice
 
 from config import ConfigError
 from metrics import Window
 from naming import NEVER, Naming
+from replies import parse_completion, parse_generate, parse_metrics
 
 SAMPLING = dict(temperature=1.0, max_tokens=8, logprobs=3, seed=1, detokenize=False)
 
