@@ -43,6 +43,7 @@ class Servers:
         self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
 
     async def __aenter__(self) -> "Servers":
+        self.asking = [asyncio.Lock() for _ in self.urls]
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.config.vllm_server_timeout), connector=aiohttp.TCPConnector(limit=0))
         return self
 
@@ -109,6 +110,7 @@ class Servers:
     def _take_out(self, server: int, problem: str) -> None:
         if server in self.in_use():
             self.lost[server] += 1
+            self.packs[server] = None                    # the one that comes back may be another
             print(f"the vLLM server at {self.urls[server]} is taken out ({problem}); it is taken back by the next weight sync that finds it answering.",
                   flush=True)
 
@@ -116,18 +118,22 @@ class Servers:
         try:
             if self.token_endpoint[server]:
                 asked = sampling | dict(output_kind=FINAL_ONLY)
-                if await self._packs(server) and sampling["logprobs"] and not sampling.get("stop"):      # at a stop string an API process ends the request, without the engine
+                # At a stop string an API process ends the request, without the engine; of several choices one reply has the log-probs of the last.
+                packed = sampling["logprobs"] and not sampling.get("stop") and sampling.get("n", 1) == 1 and await self._packs(server)
+                if packed:
                     asked |= dict(logprobs=None, extra_args=(sampling.get("extra_args") or {}) | dict(sampler_logprobs=sampling["logprobs"] - 1))
                 reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=asked))
                 if reply is not None:
                     turn = parse_generate(reply, prompt_ids, version)
                     if turn is None:
-                        self.packs[server] = False
+                        if packed and self.packs[server]:
+                            self.packs[server] = False
+                            print(f"warning: the vLLM server at {self.urls[server]} has vllm_scheduler.py but sent no packed log-probs: it is asked for plain ones from now on.", flush=True)
                         raise Unreachable("a reply without log-probs")
                     self._check_told(server, turn)
                     return turn
                 self.token_endpoint[server] = False
-            asked = {name: value for name, value in sampling.items() if name != "detokenize"}
+            asked = {name: value for name, value in sampling.items() if name not in ("detokenize", "extra_args")}
             asked |= dict(model=model, prompt=prompt_ids, return_tokens_as_token_ids=True, return_token_ids=True)      # two ids can share one string
             reply = await self._post(server, "/v1/completions", asked)
         except msgspec.DecodeError as error:
@@ -137,14 +143,20 @@ class Servers:
         return parse_completion(reply, prompt_ids, version)
 
     async def _packs(self, server: int) -> bool:
-        """Whether the server sends log-probs packed, one array a reply."""
-        if self.packs[server] is None:
-            try:
-                async with self.session.get(self.urls[server] + "/server_info", params=dict(config_format="json")) as reply:
-                    self.packs[server] = reply.status == 200 and "vllm_scheduler." in await reply.text()
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                raise Unreachable(f"{type(error).__name__}: {error}") from error
-        return self.packs[server]
+        """Whether the server sends log-probs packed, one array a reply. Asked once: vLLM runs programs of the system for its first such answers."""
+        if self.packs[server] is not None:
+            return self.packs[server]
+        async with self.asking[server]:
+            if self.packs[server] is None:
+                try:
+                    async with self.session.get(self.urls[server] + "/server_info", params=dict(config_format="json")) as reply:
+                        text = await reply.text()
+                except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                    raise Unreachable(f"{type(error).__name__}: {error}") from error
+                if reply.status >= 500 or reply.status == 429:
+                    raise Unreachable(f"{reply.status}: {text[:500]}")
+                self.packs[server] = reply.status == 200 and "vllm_scheduler." in text
+            return self.packs[server]
 
     def _check_told(self, server: int, turn: TurnRecord) -> None:
         """A server that told the version of its tokens and does so no more was started anew, with its checkpoint's weights."""

@@ -1,6 +1,6 @@
 """What a vLLM server's replies mean: completions with their log-probs, and its load."""
+import math
 import re
-from base64 import b64decode
 
 import msgspec
 import numpy as np
@@ -46,8 +46,8 @@ class _Span(msgspec.Struct):
 class _Packed(msgspec.Struct):
     """Of vllm_scheduler.py: rows of 1 + K, the sampled token first."""
     count: int
-    ids: str
-    logprobs: str
+    ids: bytes
+    logprobs: bytes
 
 
 class _Carried(msgspec.Struct):
@@ -77,11 +77,11 @@ _completion = msgspec.json.Decoder(msgspec.defstruct("Reply", [("choices", list[
 
 
 def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord | None:
-    """A /inference/v1/generate reply; None where it has no log-probs. Versions are those of its tokens where the server tells, else the one at the request."""
+    """A /inference/v1/generate reply; None where it has no log-probs, or not as many as tokens. Versions are those of its tokens where the server tells, else the one at the request."""
     decoded = _generate.decode(reply)
     choice, packed = decoded.choices[0], decoded.kv_transfer_params and decoded.kv_transfer_params.sampler_logprobs
-    if packed:
-        logprobs, tops = _unpack(packed, choice.token_ids)
+    if packed and packed.count == len(choice.token_ids):
+        logprobs, tops = _unpack(packed, choice.token_ids) if packed.count else ([], [])
     elif choice.logprobs:
         entries = choice.logprobs.content
         logprobs = [_number(entry.logprob) if entry.id == token else None for entry, token in zip(entries, choice.token_ids)]
@@ -97,10 +97,11 @@ def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRec
 
 def _unpack(packed: _Packed, tokens: list[int]) -> tuple[list[float | None], list[dict[int, float]]]:
     """(log-probs of the tokens, the sampler's by id)"""
-    ids, values = (np.frombuffer(b64decode(text), kind).reshape(packed.count, -1) for text, kind in ((packed.ids, "<i4"), (packed.logprobs, "<f4")))
+    ids, values = (np.frombuffer(part, kind).reshape(packed.count, -1) for part, kind in ((packed.ids, "<i4"), (packed.logprobs, "<f4")))
     values = np.where(np.isfinite(values), values, np.nan)           # -inf: outside the candidate set
     tops = [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
-    return [top[token] if sampled == token else None for top, sampled, token in zip(tops, ids[:, 0].tolist(), tokens)], tops
+    chosen = zip(tokens, ids[:, 0].tolist(), values[:, 0].tolist())
+    return [value if sampled == token and not math.isnan(value) else None for token, sampled, value in chosen], tops
 
 
 def parse_completion(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:

@@ -24,7 +24,7 @@ class PackedLogprobs:
     def add_request(self, request) -> None:
         params = request.sampling_params
         wanted = (params.extra_args or {}).get(FIELD) if params else None
-        if isinstance(wanted, int) and 0 <= wanted <= self.vllm_config.model_config.max_logprobs:
+        if type(wanted) is int and 0 <= wanted <= self.vllm_config.model_config.max_logprobs and params.num_logprobs is None:
             params.logprobs = wanted                     # here only: the API process has its own copy, and prepares for none
             self.held.setdefault(request.request_id, (wanted, []))
         super().add_request(request)

@@ -1,7 +1,9 @@
 """The endpoints of a vLLM server that rollouts use, on a thread of its own, with a fault for any request number."""
 import asyncio
 import threading
+from base64 import b64encode
 
+import numpy as np
 from aiohttp import web
 
 EOS = 0
@@ -20,8 +22,8 @@ def choice(ids, logprobs=None, asked=3, versions=(), **more):
 
 def by_seed(body):
     """Three tokens that differ between five requests in a row."""
-    n, asked = body["sampling_params"]["seed"] % 5, body["sampling_params"]["logprobs"]
-    return choice([20 + n, 30 + n, EOS], [-0.5, -1.0, -1.5], asked)
+    n, sampling = body["sampling_params"]["seed"] % 5, body["sampling_params"]
+    return choice([20 + n, 30 + n, EOS], [-0.5, -1.0, -1.5], sampling["logprobs"] or 1 + sampling["extra_args"]["sampler_logprobs"])
 
 
 def as_completion(made):
@@ -32,17 +34,24 @@ def as_completion(made):
         top_logprobs=[{f"token_id:{top['token_id']}": top["logprob"] for top in entry["top_logprobs"]} for entry in content]))
 
 
+def packed(made):
+    """The reply with this choice that vllm_scheduler.py makes of it."""
+    rows = [[(entry["token_id"], entry["logprob"]), *((top["token_id"], top["logprob"]) for top in entry["top_logprobs"][:-1])] for entry in made["logprobs"]["content"]]
+    ids, logprobs = (b64encode(np.array([[pair[i] for pair in row] for row in rows], kind)).decode() for i, kind in ((0, "<i4"), (1, "<f4")))
+    return dict(choices=[made | dict(logprobs=None)], kv_transfer_params=dict(sampler_logprobs=dict(count=len(rows), ids=ids, logprobs=logprobs)))
+
+
 class FakeServer:
     """`with FakeServer() as server:` listens at `server.url` and answers POST /inference/v1/generate with `answer(body)`.
 
     `faults[n]` is what befalls request n, counted from 0: (status, text), "close", "malformed", or a list [seconds of delay, one of
     those or None]. `bodies` are the requests and `events` ("in" or "out", prompt ids), both in order of time. While `down` every connection
     is cut. `metrics` is the text of /metrics. Without the token endpoint it answers POST /v1/completions, ids as text. A chat completion
-    is `chat(body)`.
+    is `chat(body)`. `info` is the text of /server_info: one that names the scheduler has it.
     """
 
-    def __init__(self, answer=by_seed, faults=None, delay=0.0, token_endpoint=True, metrics=None):
-        self.answer, self.faults, self.delay, self.token_endpoint, self.metrics, self.down = answer, faults or {}, delay, token_endpoint, metrics, False
+    def __init__(self, answer=by_seed, faults=None, delay=0.0, token_endpoint=True, metrics=None, info=None):
+        self.answer, self.faults, self.delay, self.token_endpoint, self.metrics, self.info, self.down = answer, faults or {}, delay, token_endpoint, metrics, info, False
         self.bodies: list[dict] = []
         self.events: list[tuple[str, tuple[int, ...]]] = []
 
@@ -71,6 +80,8 @@ class FakeServer:
                 return web.Response(text='{"choices": [')
             if fault:
                 return web.Response(status=fault[0], text=fault[1])
+            if self.token_endpoint and "vllm_scheduler.scheduler" in (self.info or "") and "sampler_logprobs" in (body["sampling_params"].get("extra_args") or {}):
+                return web.json_response(packed(self.answer(body)))
             if self.token_endpoint:
                 return web.json_response(dict(choices=[self.answer(body)]))
             return web.json_response(dict(choices=[as_completion(self.answer(dict(token_ids=body["prompt"], sampling_params=body)))]))
@@ -84,7 +95,8 @@ class FakeServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         if self.down:
             request.transport.abort()
-        return web.Response(text=self.metrics or "", status=404 if request.path == "/metrics" and self.metrics is None else 200)
+        text = {"/metrics": self.metrics, "/server_info": self.info}.get(request.path, "")
+        return web.Response(text=text or "", status=404 if text is None else 200)
 
     async def _start(self) -> web.AppRunner:
         app = web.Application()
@@ -92,6 +104,7 @@ class FakeServer:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/health", self._get)
         app.router.add_get("/metrics", self._get)
+        app.router.add_get("/server_info", self._get)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

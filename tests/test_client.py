@@ -28,12 +28,12 @@ def made(*servers, **changes):
     return Servers(config, config.server_urls, lost, restored, lambda: 3, window), window
 
 
-def ask(servers, prompts=((1, 2),), before=lambda servers: None):
+def ask(servers, prompts=((1, 2),), before=lambda servers: None, sampling=SAMPLING):
     """One turn for each prompt, at once."""
     async def work():
         async with servers:
             before(servers)
-            return await asyncio.gather(*(servers.generate(list(prompt), SAMPLING) for prompt in prompts))
+            return await asyncio.gather(*(servers.generate(list(prompt), sampling) for prompt in prompts))
     return asyncio.run(work())
 
 
@@ -166,6 +166,89 @@ def test_a_request_that_always_fails_at_a_server_that_answers_others_is_given_up
         with pytest.raises(ConfigError, match="failed one request 3 times .500: this prompt breaks me"):
             ask(servers)
     assert len(server.bodies) == 3
+
+
+# Packed log-probs
+
+INFO = '{"vllm_config": {"scheduler_config": {"scheduler_cls": "vllm_scheduler.scheduler"}}}'
+
+
+class Told(FakeServer):
+    """Counts how often it is asked what it is; `status` is its first answer's."""
+    told, status = 0, 200
+
+    async def _get(self, request):
+        self.told += request.path == "/server_info"
+        return web.Response(status=self.status, text="not yet") if self.told == 1 and self.status != 200 else await super()._get(request)
+
+
+def asked_packed(server):
+    """Of each request: the K that it asked to have packed, None where it asked plainly; never both ways at once."""
+    wanted = [((b["sampling_params"].get("extra_args") or {}).get("sampler_logprobs"), b["sampling_params"]["logprobs"]) for b in server.bodies]
+    assert all((packed is None) != (plain is None) for packed, plain in wanted)
+    return [packed for packed, _ in wanted]
+
+
+def test_a_server_with_the_scheduler_is_asked_for_packed_logprobs_and_one_without_it_for_plain_ones():
+    with Told(info=INFO) as has, Told(info='{"vllm_config": {"scheduler_config": {"scheduler_cls": null}}}') as lacks, FakeServer() as old:
+        turns = []
+        for server in (has, lacks, old):
+            servers, window = made(server)
+            turns.append(ask(servers, [(1, 2)] * 5)[0])
+            assert "rollout/vllm_retry_count" not in window.result()
+    assert asked_packed(has) == [2] * 5 and asked_packed(lacks) == asked_packed(old) == [None] * 5
+    assert all(b["sampling_params"]["output_kind"] == 2 for server in (has, lacks, old) for b in server.bodies)
+    assert (has.told, lacks.told) == (1, 1), "however many requests begin at once"
+    first, second, third = turns
+    assert second == third and first.output_sampler_logprobs[0] == {21: -0.5, 22: -1.5} and second.output_sampler_logprobs[0] == {21: -0.5, 22: -1.5, 23: -2.5}
+    assert (first.output_ids, first.output_log_probs, first.model_version) == (second.output_ids, second.output_log_probs, 3)
+
+
+@pytest.mark.parametrize("changes", [dict(stop=["\n"]), dict(n=2)])
+def test_where_no_packed_logprobs_of_the_reply_could_come_back_it_is_asked_for_plain_ones(changes):
+    with FakeServer(info=INFO) as server:
+        assert ask(made(server)[0], sampling=SAMPLING | changes)[0].output_log_probs == [-0.5, -1.0, -1.5]
+    assert asked_packed(server) == [None]
+
+
+def test_a_server_that_does_not_pack_though_it_says_so_is_asked_for_plain_logprobs_from_then_on(capsys):
+    def answer(body):
+        made_choice = choice([21, EOS])
+        return made_choice if body["sampling_params"]["logprobs"] else made_choice | dict(logprobs=None)
+    with FakeServer(answer, info=INFO.replace(".scheduler", ".another")) as server:
+        servers, window = made(server)
+        assert ask(servers)[0].output_log_probs == [-0.5, -0.5] and window.result()["rollout/vllm_retry_count"] == 1
+        ask(servers)
+        assert asked_packed(server) == [2, None, None]
+    assert capsys.readouterr().out.count("asked for plain ones from now on") == 1
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_server_that_cannot_yet_say_whether_it_packs_is_asked_again(status):
+    with Told(info=INFO) as server:
+        server.status = status
+        servers, window = made(server)
+        ask(servers)
+    assert asked_packed(server) == [2] and window.result()["rollout/vllm_retry_count"] == 1 and server.told == 2
+
+
+def test_a_server_that_was_taken_out_is_asked_anew_whether_it_packs():
+    with FakeServer(info=INFO) as first, FakeServer(info=INFO) as second:
+        servers, _ = made(first, second)
+        ask(servers)
+        servers._take_out(0, "a test")
+        first.info, servers.restored[0] = "{}", servers.lost[0]
+        ask(servers)
+    assert asked_packed(first) == [2, None]
+
+
+def test_completions_see_no_field_of_the_token_endpoint_and_the_users_extra_args_survive():
+    sampling = SAMPLING | dict(extra_args=dict(mine=1))
+    with FakeServer(token_endpoint=False, info=INFO) as text, FakeServer(info=INFO) as tokens:
+        for server in (text, tokens):
+            assert ask(made(server)[0], sampling=sampling)[0].output_ids == [21, 31, EOS]
+    assert not {"extra_args", "output_kind", "detokenize", "sampler_logprobs"} & set(text.bodies[0]) and text.bodies[0]["logprobs"] == 3
+    assert tokens.bodies[0]["sampling_params"]["extra_args"] == dict(mine=1, sampler_logprobs=2) and sampling["extra_args"] == dict(mine=1)
 
 
 # Several servers

@@ -24,9 +24,10 @@ def test_every_flag_that_could_disagree_with_the_trainer_comes_from_the_config()
     config = tiny_config(model="m", vllm_server_base_url="http://127.0.0.1:8111", vllm_max_model_length=640, num_sampler_logprobs=30, seed=7)
     got, argv, environment = flags(config)
     wanted = {"--model": "m", "--host": "127.0.0.1", "--port": "8111", "--dtype": "float32", "--max-model-len": "640", "--seed": "7",
-              "--logprobs-mode": "processed_logprobs", "--max-logprobs": "31", "--generation-config": "vllm"}
+              "--logprobs-mode": "processed_logprobs", "--max-logprobs": "31", "--generation-config": "vllm", "--scheduler-cls": "vllm_scheduler.scheduler"}
     assert {key: got[key] for key in wanted} == wanted and "--enforce-eager" in argv and "--enable-scale-out" in argv
     assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert environment.pop("PYTHONPATH").split(":")[0] == str(ROOT), "where the scheduler is found"
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(cpu_threads())}
 
 
