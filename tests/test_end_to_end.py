@@ -1,4 +1,5 @@
 """train.py as a user runs it: a real model, a real vLLM server on this machine, real gradients, and real failures."""
+import asyncio
 import json
 import os
 import signal
@@ -6,13 +7,17 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiny_config
 from safetensors.torch import load_file
 
+from client import Servers
+from metrics import Window
 from serve import answers
+from tools import _top_arrays
 
 COMMON = ["configs/smollm_cpu.py", "disable_tqdm=true", "max_completion_length=8", "token_budget=96", "max_concurrent_rollouts=16"]
 
@@ -52,6 +57,49 @@ def server(tmp_path_factory, small_model):
     left_over(everyone)
     for survivor in [p for p in everyone if p.is_running()]:
         survivor.kill()
+
+
+PROMPT, K = list(range(1000, 1012)), 8
+
+
+def turns(port, model, requests, packed):
+    """The server's turns for these changes to a request, all at once; `packed` where it finds out by itself how to ask."""
+    config, window = tiny_config(model=model, vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_server_timeout=300.0), Window()
+    sampling = dict(temperature=1.0, max_tokens=12, logprobs=K + 1, seed=1, detokenize=False, ignore_eos=True)
+
+    async def work():
+        async with Servers(config, config.server_urls, [0], [0], lambda: 0, window) as servers:
+            servers.packs[0] = None if packed else False
+            made = await asyncio.gather(*(servers.generate(PROMPT, sampling | changes) for changes in requests))
+            assert servers.packs == [packed] and "rollout/vllm_retry_count" not in window.result()
+            return made
+    return asyncio.run(work())
+
+
+def assert_same(turn, plain, candidates, tolerance):
+    """The same tokens, log-probs and most likely tokens, up to ties."""
+    assert turn.output_ids == plain.output_ids and len(turn.output_log_probs) == len(plain.output_ids) and None not in turn.output_log_probs
+    assert turn.output_log_probs == pytest.approx(plain.output_log_probs, abs=tolerance)
+    (ids, values), (plain_ids, plain_values) = (_top_arrays(t.output_sampler_logprobs, K) for t in (turn, plain))
+    assert (np.isfinite(values).sum(1) == candidates).all() and np.array_equal(np.isfinite(values), np.isfinite(plain_values))
+    assert np.allclose(values, plain_values, rtol=0, atol=tolerance)
+    alone = np.pad(abs(np.diff(np.nan_to_num(plain_values))) > 2 * tolerance, ((0, 0), (1, 1)), constant_values=True)       # no tie with a neighbour
+    clear = alone[:, 1:] & alone[:, :-1] & (np.arange(K) < K - 1)          # the last one's equal may lie outside
+    assert np.array_equal(ids[clear], plain_ids[clear]) and clear.mean() > 0.5
+
+
+@pytest.mark.parametrize("changes,candidates", [(dict(), K), (dict(top_k=5, temperature=0.7, seed=2), 5)])
+def test_packed_logprobs_are_those_that_vllm_sends_unpacked(small_model, server, changes, candidates):
+    """One after the other, so that each is alone in its batch; the first computes the prompt for both."""
+    _, [plain], [packed] = (turns(server, small_model, [changes], packed) for packed in (True, False, True))
+    assert len(packed.output_ids) == 12 and packed.version_told == plain.version_told and packed.model_version == plain.model_version
+    assert_same(packed, plain, candidates, 0.0)
+
+
+def test_packed_logprobs_stay_with_their_request_while_others_come_and_end(small_model, server):
+    requests = [dict(seed=n, max_tokens=2 + 3 * (n % 4), top_k=5) for n in range(10)]
+    for turn, plain in zip(turns(server, small_model, requests, True), turns(server, small_model, requests, False)):
+        assert_same(turn, plain, 5, 1e-4)
 
 
 def test_two_steps_train_the_real_model_against_real_vllm(tmp_path, small_model, server):
