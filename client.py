@@ -1,4 +1,4 @@
-"""HTTP to the vLLM servers: which one serves a group, how many rollouts they can take, and what their replies mean."""
+"""HTTP to the vLLM servers: which one serves a group, and how many rollouts they can take."""
 import asyncio
 import math
 import time
