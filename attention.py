@@ -23,7 +23,7 @@ from deltanet import Segments
 
 NAME = "tree"
 TILE = 128          # FlexAttention's sparse block, in tokens
-MULTIPLE = TILE     # of tokens that rows are padded to on a GPU: FlexAttention's backward reads log-sums beyond a row that ends inside a tile, 0 times whatever lies there
+MULTIPLE = TILE     # of tokens that rows are padded to on a GPU: FlexAttention's backward reads log-sums beyond a row that ends inside a tile
 HOPPER_128 = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=3, bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64,
                   bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)     # on a trie's ragged mask 11 and 6 % faster than torch's own choice
 _compiled_flex = torch.compile(flex_attention, dynamic=True)
@@ -109,8 +109,9 @@ def _mask_mod(end: Tensor, position_ids: Tensor, window: int | None):
 
 
 def _block_lists(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, T) bool -> how many columns of each row are set, (1, 1, T), and these columns first, (1, 1, T, T); int32."""
-    return mask.sum(-1, dtype=torch.int32)[None, None], torch.argsort(mask.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
+    """(T, T) bool -> how many columns of each row are set, (1, 1, T), and these columns first, (1, 1, T, T); int32, each row contiguous, as FlexAttention's kernels read it."""
+    columns = torch.argsort(mask.to(torch.int8), dim=-1, descending=True, stable=True)                            # laid out as its input: a transposed mask's is transposed
+    return mask.sum(-1, dtype=torch.int32)[None, None], columns.to(torch.int32, memory_format=torch.contiguous_format)[None, None]
 
 
 class Paths:
@@ -184,6 +185,20 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
     scores = query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)   # (1, H, N, N)
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def gradient_error(backend: str, heads: int, groups: int, width: int, window: int | None, softcap: float | None, device: torch.device, dtype: torch.dtype) -> float:
+    """The largest relative difference of output and gradients from those of a dense mask in fp32, over a trie of several tiles."""
+    end, start = torch.tensor([4 * TILE] * 150 + [280] * 130 + [400] * 120 + [4 * TILE] * 112), torch.tensor([0] * 150 + [130] * 130 + [250] * 120 + [370] * 112)
+    tree = Tree(end.to(device), (torch.arange(4 * TILE) - start).to(device), np.array([0, 150, 280, 400]), np.array([-1, 0, 0, 0]))
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = [torch.randn(1, 4 * TILE, n, width, device=device, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
+
+    def results(name, kind):
+        leaves = [x.to(kind).detach().requires_grad_() for x in inputs[:3]]
+        out = tree_attention(None, *(x.transpose(1, 2) for x in leaves), tree=tree.prepare(name, {window}), sliding_window=window, softcap=softcap)[0]
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(kind))]
+    return max(((ours - right).norm() / right.norm()).item() for ours, right in zip(results(backend, dtype), results("sdpa", torch.float32)))
 
 
 def hub_repository(device: torch.device) -> tuple[str, int | None]:

@@ -197,7 +197,7 @@ def to_device(row: Row, device: torch.device) -> tuple[dict, Candidates | None]:
 
 
 def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model whose log-probs in a packed row differ from a sample's alone: some layer does not follow the tree. A collective."""
+    """Refuse a model whose log-probs in a packed row differ from a sample's alone: some layer does not follow the tree; and an attention whose gradients are wrong. A collective."""
     def sample(ids):
         trained, n = np.arange(3, len(ids), dtype=np.int32), len(ids) - 3
         return Sample(np.array(ids, np.int32), trained, np.zeros(n, np.float32), np.empty((n, 0), np.int32), np.empty((n, 0), np.float32), 0.0, 0, 0)
@@ -209,6 +209,12 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
     if not difference <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.25):          # 8 bits of logits of size 20
         raise ConfigError(f"{policy.lm.config.model_type}: a packed sample's log-probs differ by {difference:.3g} from the sample alone, so some "
                           "layer does not follow the tree: this architecture is not supported.")
+    text = policy.lm.config.get_text_config()
+    shape = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads), getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for window in policy.windows if policy.backend != "sdpa" else ():            # what a forward cannot show
+        error = attention.gradient_error(policy.backend, *shape, window, getattr(text, "attn_logit_softcapping", None), device, dtype)
+        if not error <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.03):
+            raise ConfigError(f"attention_backend='{policy.backend}' computes gradients here that differ by {error:.2g} from a dense mask's: choose another one.")
 
 
 def make_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:

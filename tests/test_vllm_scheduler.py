@@ -11,9 +11,9 @@ from vllm.v1.outputs import LogprobsLists
 
 from replies import parse_generate
 from tools import _top_arrays
-from vllm_scheduler import FIELD, PackedLogprobs
+from vllm_scheduler import FIELD, PackedLogprobs, Rows
 
-WIDTH = 1 + 6            # of a step's arrays: the largest K in the batch is 6
+WIDTH = 1 + 6            # of a step's arrays: the largest K in the batch
 
 
 class Base:
@@ -62,10 +62,10 @@ class Engine:
         self.rows[name] = ([], [])
         return params
 
-    def step(self, names, accepted=None, logprobs=True):
+    def step(self, names, accepted=None, logprobs=True, width=WIDTH):
         """One token for each of these requests, in this order, or as many as `accepted` says of three sampled; all their outputs by name."""
         rows, accepted = 3 if accepted else 1, accepted or [1] * len(names)
-        ids, values = self.rng.integers(0, 1000, (rows * len(names), WIDTH)), self.rng.normal(-3, 1, (rows * len(names), WIDTH)).astype(np.float32)
+        ids, values = self.rng.integers(0, 1000, (rows * len(names), width)), self.rng.normal(-3, 1, (rows * len(names), width)).astype(np.float32)
         step = LogprobsLists(ids, values, np.zeros(len(ids), np.int64), [rows * i for i in range(len(names) + 1)] if rows > 1 else None) if logprobs else None
         for index, (name, n) in enumerate(zip(names, accepted)):
             for kept, array in zip(self.rows[name], (ids, values)):
@@ -81,12 +81,12 @@ class Engine:
 
     def turn(self, name, tokens=None, **choice):
         """What the client makes of the reply."""
-        ids = np.array(self.rows[name][0])[:, 0].tolist() if tokens is None else tokens
+        ids = [int(row[0]) for row in self.rows[name][0]] if tokens is None else tokens
         return parse_generate(json.dumps(dict(choices=[dict(token_ids=ids, logprobs=None) | choice], kv_transfer_params=self.outputs[name].kv_transfer_params)).encode(), [1], 4)
 
     def assert_packed(self, name, wanted):
         """Its reply holds its own rows and none of another's, the first 1 + K columns, bit for bit."""
-        ids, values = (np.array(rows)[:, :wanted + 1] for rows in self.rows[name])
+        ids, values = (np.array([row[:wanted + 1] for row in rows]) for rows in self.rows[name])
         packed, turn = self.outputs[name].kv_transfer_params[FIELD], self.turn(name)
         assert packed["count"] == len(ids) and turn.output_log_probs == values[:, 0].tolist()
         assert turn.output_sampler_logprobs == [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
@@ -112,6 +112,26 @@ def test_each_request_gets_its_rows_in_order_while_the_batch_changes_under_it(se
         engine.assert_packed(name, wanted)
         assert len(engine.rows[name][0]) == dict(a=4 * most, b=6 * most, c=3 * most, d=2)[name] and engine.plain.get(name) is None
     assert not engine.scheduler.held and not any(engine.scheduler.given), "nothing is sliced where all asked for packed ones"
+
+
+def test_over_many_steps_of_any_width_no_more_rows_are_kept_than_requests_need():
+    """Requests of 1 to 40 tokens come and end; one asks for more than the others, and some are aborted beside others that want no packed ones."""
+    engine, rng, names = Engine(), np.random.default_rng(1), []
+    engine.add("plain", None, left=10**6)
+    engine.add("plain too", None, left=10**6)
+    for n in range(1500):
+        if n % 5 == 0:
+            name, wanted = f"r{n}", 12 if n % 200 == 100 else 4
+            engine.add(name, wanted, left=int(rng.integers(1, 41)) if n != 35 else 10**6)
+            names.append((name, wanted))
+        alive = list(engine.scheduler.requests)
+        engine.step(rng.permutation(alive).tolist(), width=1 + max([4, *(wanted for name, wanted in names if name in alive)]))
+        if n == 70:
+            del engine.scheduler.requests["r35"]
+    done = [(name, wanted) for name, wanted in names if name not in engine.scheduler.requests and name != "r35"]
+    for name, wanted in done:
+        engine.assert_packed(name, wanted)
+    assert len(done) > 250 and len(engine.scheduler.rows.ids) < 1500, "of some 15 000: an aborted one keeps none"
 
 
 def test_tokens_that_vllm_drops_after_the_end_of_a_request_have_no_row():
@@ -178,11 +198,10 @@ def test_a_request_for_both_gets_what_vllm_itself_knows():
 
 def test_a_request_that_ends_without_a_token_has_no_row_and_its_reply_is_read():
     """One that vLLM ends with an error."""
-    assert vllm_scheduler.pack([], 3)["count"] == 0
     engine = Engine()
-    engine.outputs["a"] = EngineCoreOutput("a", [], kv_transfer_params={FIELD: vllm_scheduler.pack([], 3)})
+    engine.outputs["a"] = EngineCoreOutput("a", [], kv_transfer_params={FIELD: Rows().pack(3, [])})
     turn = engine.turn("a", tokens=[])
-    assert turn.output_ids == turn.output_log_probs == turn.output_sampler_logprobs == []
+    assert engine.outputs["a"].kv_transfer_params[FIELD]["count"] == 0 and turn.output_ids == turn.output_log_probs == turn.output_sampler_logprobs == []
 
 
 def ended(values=(), wanted=4):
