@@ -1,6 +1,6 @@
 """What a vLLM server's replies mean: completions with their log-probs, and its load."""
-import math
 import re
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -95,13 +95,38 @@ def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRec
                       mean_version=sum(v * n for v, n in spans) / sum(n for _, n in spans))
 
 
-def _unpack(packed: _Packed, tokens: list[int]) -> tuple[list[float | None], list[dict[int, float]]]:
+class TopLogprobs(Sequence):
+    """A turn's top log-probs as the server packed them; each position's dict is made when looked at. ids, values (T, 1 + K): the
+    sampled token, then the K most likely, best first; NaN where there is none."""
+
+    def __init__(self, ids: np.ndarray, values: np.ndarray):
+        self.ids, self.values = ids, values
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at):
+        return [self[i] for i in range(*at.indices(len(self)))] if isinstance(at, slice) else dict(zip(self.ids[at].tolist(), self.values[at].tolist()))
+
+    def __eq__(self, other) -> bool:
+        return list(self) == list(other)
+
+    def best(self, rows: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As _top_arrays of these rows."""
+        ids, values = np.full((len(rows), top_k), -1, np.int32), np.full((len(rows), top_k), -np.inf, np.float32)
+        found, given = values[:, :self.values.shape[1] - 1], self.values[rows, 1:1 + top_k]      # a view
+        present = ~np.isnan(given)
+        found[present], ids[:, :found.shape[1]][present] = given[present], self.ids[rows, 1:1 + top_k][present]
+        return ids, values
+
+
+def _unpack(packed: _Packed, tokens: list[int]) -> tuple[list[float | None], TopLogprobs]:
     """(log-probs of the tokens, the sampler's by id)"""
     ids, values = (np.frombuffer(part, kind).reshape(packed.count, -1) for part, kind in ((packed.ids, "<i4"), (packed.logprobs, "<f4")))
     values = np.where(np.isfinite(values), values, np.nan)           # -inf: outside the candidate set
-    tops = [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
-    chosen = zip(tokens, ids[:, 0].tolist(), values[:, 0].tolist())
-    return [value if sampled == token and not math.isnan(value) else None for token, sampled, value in chosen], tops
+    usable = (ids[:, 0] == tokens) & ~np.isnan(values[:, 0])
+    chosen = values[:, 0].tolist()
+    return chosen if usable.all() else [value if good else None for value, good in zip(chosen, usable)], TopLogprobs(ids, values)
 
 
 def parse_completion(reply: bytes, prompt_ids: list[int], version: int) -> TurnRecord:

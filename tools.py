@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -29,7 +29,7 @@ class TurnRecord:
     output_log_probs: list[float | None] = field(default_factory=list)   # one an output token
     output_mask: list[int] | None = None                                 # 1: train on it, 0: context; None: all 1
     output_sampling_mask: list[list[int]] | None = None                  # candidate set of each output token; None: whole vocabulary
-    output_sampler_logprobs: list[dict[int, float]] | None = None        # sampler's top log-probs by token id
+    output_sampler_logprobs: Sequence[dict[int, float]] | None = None    # sampler's top log-probs by token id
     model_version: int = 0                                               # of the oldest output token
     mean_version: float = 0.0                                            # over the output tokens
     version_told: bool = False                                           # by the server, else the one current at the request
@@ -249,24 +249,21 @@ def turns_to_samples(turns: list[TurnRecord], top_k: int, group_id: int, rollout
 
 
 def _run_to_sample(run: list[TurnRecord], top_k: int, group_id: int, rollout_id: str) -> tuple[Sample, int]:
-    index, logprobs, tops, candidates, invalid = [], [], [], [], 0
-    for turn in run:
-        for offset, token_mask in enumerate(turn.output_mask or [1] * len(turn.output_ids)):
-            if not token_mask:
-                continue
-            value = turn.output_log_probs[offset] if offset < len(turn.output_log_probs) else None
-            if value is None or not np.isfinite(value):
-                invalid += 1
-                continue
-            index.append(len(turn.prompt_ids) + offset)
-            logprobs.append(value)
-            tops.append(turn.output_sampler_logprobs[offset] if turn.output_sampler_logprobs else {})
-            candidates.append(turn.output_sampling_mask[offset] if turn.output_sampling_mask else None)
-    ids, values = _top_arrays(tops, top_k)
+    parts, candidates, invalid = [], [], 0
+    for turn in run:                                         # in arrays: this is most of the loop's own time
+        asked = np.array(turn.output_mask or [1] * len(turn.output_ids), bool)
+        given = np.full(len(asked), np.nan)
+        given[:len(turn.output_log_probs)] = turn.output_log_probs[:len(asked)]              # None becomes NaN
+        usable, tops = np.flatnonzero(asked & np.isfinite(given)), turn.output_sampler_logprobs
+        invalid += int(asked.sum()) - len(usable)
+        ids, values = tops.best(usable, top_k) if hasattr(tops, "best") else _top_arrays([tops[at] if tops else {} for at in usable], top_k)
+        parts.append((len(turn.prompt_ids) + usable, given[usable], ids, values))
+        candidates += [turn.output_sampling_mask[at] for at in usable] if turn.output_sampling_mask else [None] * len(usable)
+    index, logprobs, ids, values = map(np.concatenate, zip(*parts))
     has_sets = any(candidate is not None for candidate in candidates)
     sample = Sample(
-        input_ids=np.array(run[-1].prompt_ids + run[-1].output_ids, np.int32), trained_index=np.array(index, np.int32),
-        sampler_logprobs=np.array(logprobs, np.float32), topk_ids=ids, topk_logprobs=values, advantage=0.0, group_id=group_id,
+        input_ids=np.array(run[-1].prompt_ids + run[-1].output_ids, np.int32), trained_index=index.astype(np.int32),
+        sampler_logprobs=logprobs.astype(np.float32), topk_ids=ids, topk_logprobs=values, advantage=0.0, group_id=group_id,
         version=min(turn.model_version for turn in run), rollout_id=rollout_id,
         mean_version=float(np.average([turn.mean_version for turn in run], weights=[max(len(turn.output_ids), 1) for turn in run])),
         candidate_ids=np.concatenate([np.array(c or [], np.int32) for c in candidates]) if has_sets else None,
@@ -275,7 +272,7 @@ def _run_to_sample(run: list[TurnRecord], top_k: int, group_id: int, rollout_id:
 
 
 def _top_arrays(tops: list[dict[int, float | None]], top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(T, K) ids and log-probs of the K most likely tokens of each dict, -1 and -inf where there are fewer. In arrays: this is done for every token."""
+    """(T, K) ids and log-probs of the K most likely tokens of each dict, -1 and -inf where there are fewer."""
     ids, values = np.full((len(tops), top_k), -1, np.int32), np.full((len(tops), top_k), -np.inf, np.float32)
     counts = np.fromiter(map(len, tops), np.int64, len(tops))
     row = np.repeat(np.arange(len(tops)), counts)
