@@ -188,8 +188,9 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
 
 
 def gradient_error(backend: str, heads: int, groups: int, width: int, window: int | None, softcap: float | None, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative difference of output and gradients from those of a dense mask in fp32, over a trie of several tiles."""
-    end, start = torch.tensor([4 * TILE] * 150 + [280] * 130 + [400] * 120 + [4 * TILE] * 112), torch.tensor([0] * 150 + [130] * 130 + [250] * 120 + [370] * 112)
+    """The largest relative difference of output and gradients from those of a dense mask, in fp32 or wider, over a trie of several tiles."""
+    lengths = torch.tensor([150, 130, 120, 112])                                              # a prompt and its three branches
+    end, start = torch.tensor([4 * TILE, 280, 400, 4 * TILE]).repeat_interleave(lengths), torch.tensor([0, 0, 130, 250]).repeat_interleave(lengths)
     tree = Tree(end.to(device), (torch.arange(4 * TILE) - start).to(device), np.array([0, 150, 280, 400]), np.array([-1, 0, 0, 0]))
     generator = torch.Generator(device).manual_seed(0)
     inputs = [torch.randn(1, 4 * TILE, n, width, device=device, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
@@ -198,7 +199,7 @@ def gradient_error(backend: str, heads: int, groups: int, width: int, window: in
         leaves = [x.to(kind).detach().requires_grad_() for x in inputs[:3]]
         out = tree_attention(None, *(x.transpose(1, 2) for x in leaves), tree=tree.prepare(name, {window}), sliding_window=window, softcap=softcap)[0]
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(kind))]
-    return max(((ours - right).norm() / right.norm()).item() for ours, right in zip(results(backend, dtype), results("sdpa", torch.float32)))
+    return max(((ours - right).norm() / right.norm()).item() for ours, right in zip(results(backend, dtype), results("sdpa", torch.promote_types(dtype, torch.float32))))
 
 
 def hub_repository(device: torch.device) -> tuple[str, int | None]:
@@ -221,18 +222,20 @@ def hub_kernel(device: torch.device):
     return _hub_kernels[repository]
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, softcap: float | None = None) -> str:
-    """`auto` resolved: hub where its kernel loads, else flex on a GPU, and sdpa on a CPU. ValueError where a backend cannot serve the model."""
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, softcap: float | None = None, width: int = 128) -> str:
+    """`auto` resolved: hub where its kernel loads, else triton on NVIDIA's GPUs where heads of this width fit, else flex, and sdpa on a CPU.
+
+    ValueError where a backend cannot serve the model."""
     if device.type == "cpu":
         if name not in ("auto", "sdpa"):
             raise ValueError(f"attention_backend='{name}' " + ("has no backward on a CPU" if name == "flex" else "needs a GPU") + ": use 'sdpa'.")
         return "sdpa"
     if name not in ("auto", "hub"):
         return name
-    lacking = _hub_lacking(device, dtype, softcap)
+    lacking, other = _hub_lacking(device, dtype, softcap), "flex" if torch.version.hip or width * dtype.itemsize > 512 else "triton"
     if name == "hub" and lacking:
-        raise ValueError(f"{lacking}: use attention_backend='flex'.")
-    return "flex" if lacking else "hub"
+        raise ValueError(f"{lacking}: use attention_backend='{other}'.")
+    return other if lacking else "hub"
 
 
 def _hub_lacking(device: torch.device, dtype: torch.dtype, softcap: float | None) -> str | None:

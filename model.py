@@ -98,8 +98,8 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     deltanet.install(lm)
     lm.eval()                                # no dropout, no router noise: the server has none
     try:
-        backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device),
-                                           getattr(lm.config.get_text_config(), "attn_logit_softcapping", None))
+        text = lm.config.get_text_config()
+        backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device), getattr(text, "attn_logit_softcapping", None), heads_of(text)[2])
     except ValueError as error:
         raise ConfigError(str(error)) from None
     prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
@@ -107,6 +107,12 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     policy = Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing)).to(device)
     policy.peft_config = peft_config
     return policy
+
+
+def heads_of(text) -> tuple[int, int, int]:
+    """(query heads, key heads, width) of a text config's attention."""
+    heads = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
 def kept_logits(checkpointing: bool | str) -> int:
@@ -210,9 +216,8 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
         raise ConfigError(f"{policy.lm.config.model_type}: a packed sample's log-probs differ by {difference:.3g} from the sample alone, so some "
                           "layer does not follow the tree: this architecture is not supported.")
     text = policy.lm.config.get_text_config()
-    shape = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads), getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for window in policy.windows if policy.backend != "sdpa" else ():            # what a forward cannot show
-        error = attention.gradient_error(policy.backend, *shape, window, getattr(text, "attn_logit_softcapping", None), device, dtype)
+        error = attention.gradient_error(policy.backend, *heads_of(text), window, getattr(text, "attn_logit_softcapping", None), device, dtype)
         if not error <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.03):
             raise ConfigError(f"attention_backend='{policy.backend}' computes gradients here that differ by {error:.2g} from a dense mask's: choose another one.")
 

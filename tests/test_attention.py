@@ -19,6 +19,7 @@ from triton_worker import CASES
 
 import attention
 import model
+from config import ConfigError
 from model import Policy, prepare_layers
 from packing import pack_row
 from shard import ComputeCopies
@@ -213,6 +214,7 @@ def test_flex_attentions_block_mask_lists_the_visible_pairs_from_both_sides(row,
     sides = ((mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, lambda own, other: (own, other)),
              (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices, lambda own, other: (other, own)))
     for *lists, pair in sides:
+        assert all(part.is_contiguous() for part in lists), "as FlexAttention's kernels read them"
         partly, indices, fully, full_indices = (x[0, 0] for x in lists)
         listed = {pair(tile, other): False for tile in range(len(partly)) for other in indices[tile, :partly[tile]].tolist()}
         whole = {pair(tile, other): True for tile in range(len(fully)) for other in full_indices[tile, :fully[tile]].tolist()}
@@ -228,7 +230,8 @@ def test_the_triton_kernels_tile_lists_hold_the_visible_pairs_from_both_sides_lo
     import tree_kernel
     sees = visible(row, window)
     with mock.patch.object(tree_kernel, "BLOCK", size):
-        index, counts, order, end, position_ids = tensors_of(row)[0]["tree"].prepare("triton", {window}).masks[window]
+        index, counts, order, end, position_ids = tiles = tensors_of(row)[0]["tree"].prepare("triton", {window}).masks[window]
+    assert all(part.is_contiguous() for part in tiles)
     for side in range(2):
         whole, met = counts[side]
         listed = {(tile, other) if side == 0 else (other, tile): rank < whole[tile]
@@ -328,6 +331,26 @@ def test_small_gradients_of_hundreds_of_branches_are_summed_in_fp32(hub):
         assert a.dtype == torch.bfloat16 and relative(a[:, :, :4].double(), b[:, :, :4]) < 0.01
 
 
+# What is checked at start
+
+@pytest.mark.parametrize("window,softcap", [(None, None), (100, None), (None, 20.0), (100, 20.0)])
+def test_a_right_attention_has_the_dense_masks_output_and_gradients(window, softcap, hub):
+    assert attention.gradient_error("hub", 6, 2, 8, window, softcap, CPU, torch.float64) < 1e-6 < attention.gradient_error("hub", 6, 2, 8, window, softcap, CPU, torch.bfloat16) < 0.01
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_an_attention_whose_output_is_right_and_a_gradient_is_not_is_refused(which, hub, monkeypatch):
+    """A run would have gone on: neither log-probs nor a finite gradient norm show it."""
+    def wrong(q, k, v, *bounds, **options):
+        parts = dict(q=q, k=k, v=v)
+        parts[which] = torch.where(torch.arange(len(parts[which]))[:, None, None] < 100, parts[which].detach(), parts[which])
+        return varlen_attention(*parts.values(), *bounds, **options)
+    model.check_packing(Policy(tiny_lm(), 1.0, "hub"), CPU, torch.float32)
+    monkeypatch.setattr(hub, "flash_attn_varlen_func", wrong)
+    with pytest.raises(ConfigError, match="attention_backend='hub' computes gradients here that differ by .* from a dense mask's"):
+        model.check_packing(Policy(tiny_lm(), 1.0, "hub"), CPU, torch.float32)
+
+
 # Choice of a backend
 
 @pytest.fixture
@@ -363,19 +386,20 @@ def test_auto_takes_the_hubs_kernel_for_the_gpu_and_fetches_it_once(machine, rep
 
 def test_auto_falls_back_to_triton_where_the_kernel_does_not_load_and_hub_says_why(gpu):
     gpu(error=FileNotFoundError("no build for torch 2.13\nlong story"))
-    assert attention.choose_backend("auto", GPU) == "flex"
-    with pytest.raises(ValueError, match=r"flash-attn3 cannot be loaded \(no build for torch 2.13\): use attention_backend='flex'"):
+    assert attention.choose_backend("auto", GPU) == attention.choose_backend("auto", GPU, width=256) == "triton"
+    assert attention.choose_backend("auto", GPU, torch.float32, width=256) == "flex", "tiles of 1 KB rows do not fit"
+    with pytest.raises(ValueError, match=r"flash-attn3 cannot be loaded \(no build for torch 2.13\): use attention_backend='triton'"):
         attention.choose_backend("hub", GPU)
     gpu(error=RuntimeError())
     with pytest.raises(ValueError, match=r"cannot be loaded \(RuntimeError\(\)\)"):
         attention.choose_backend("hub", GPU)
 
 
-@pytest.mark.parametrize("machine,repository", [(BLACKWELL, "flash-attn4"), (ROCM, "aiter-flash-attn")])
-def test_kernels_that_cannot_cap_logits_are_not_used_for_a_model_that_does(machine, repository, gpu):
+@pytest.mark.parametrize("machine,repository,other", [(BLACKWELL, "flash-attn4", "triton"), (ROCM, "aiter-flash-attn", "flex")])
+def test_kernels_that_cannot_cap_logits_are_not_used_for_a_model_that_does(machine, repository, other, gpu):
     fetched = gpu(**machine)
-    assert attention.choose_backend("auto", GPU, softcap=50.0) == "flex"
-    with pytest.raises(ValueError, match=f"{repository} cannot cap attention logits, as this model does: use attention_backend='flex'"):
+    assert attention.choose_backend("auto", GPU, softcap=50.0) == other
+    with pytest.raises(ValueError, match=f"{repository} cannot cap attention logits, as this model does: use attention_backend='{other}'"):
         attention.choose_backend("hub", GPU, softcap=50.0)
     assert not fetched
     gpu(**HOPPER)
@@ -384,8 +408,8 @@ def test_kernels_that_cannot_cap_logits_are_not_used_for_a_model_that_does(machi
 
 def test_kernels_of_16_bits_are_not_used_for_a_run_in_fp32(gpu):
     gpu(**HOPPER)
-    assert attention.choose_backend("auto", GPU, torch.float32) == "flex" and attention.choose_backend("auto", GPU, torch.float16) == "hub"
-    with pytest.raises(ValueError, match="flash-attn3 computes in 16 bits, not in float32: use attention_backend='flex'"):
+    assert attention.choose_backend("auto", GPU, torch.float32) == "triton" and attention.choose_backend("auto", GPU, torch.float16) == "hub"
+    with pytest.raises(ValueError, match="flash-attn3 computes in 16 bits, not in float32: use attention_backend='triton'"):
         attention.choose_backend("hub", GPU, torch.float32)
 
 

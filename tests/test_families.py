@@ -193,11 +193,11 @@ def test_a_checkpoint_with_dropout_is_trained_without_it(tmp_path):
     check_packing(policy, CPU, torch.float32)
 
 
-def test_the_backend_is_chosen_by_the_models_softcap_and_the_runs_dtype(tmp_path, monkeypatch):
+def test_the_backend_is_chosen_by_the_models_softcap_its_heads_width_and_the_runs_dtype(tmp_path, monkeypatch):
     """Most hub kernels cannot cap logits, and none computes in fp32."""
     told = []
     monkeypatch.setattr(attention, "choose_backend", lambda *arguments: told.append(arguments) or "sdpa")
     for family in ("gemma2", "qwen3"):
         tiny_family(family).save_pretrained(tmp_path / family)
         load_policy(tiny_config(model=str(tmp_path / family), attention_backend="hub"), CPU)
-    assert told == [("hub", CPU, torch.float32, 2.0), ("hub", CPU, torch.float32, None)]
+    assert told == [("hub", CPU, torch.float32, 2.0, 8), ("hub", CPU, torch.float32, None, 6)]
