@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
@@ -104,7 +105,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
         raise ConfigError(str(error)) from None
     prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
                    backend=config.torch_compile_backend, mode=config.torch_compile_mode)
-    policy = Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing)).to(device)
+    policy = Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing, lm)).to(device)
     policy.peft_config = peft_config
     return policy
 
@@ -115,9 +116,10 @@ def heads_of(text) -> tuple[int, int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None) or text.hidden_size // heads
 
 
-def kept_logits(checkpointing: bool | str) -> int:
-    """Bytes of logits that the head may keep for backward: with checkpointing they would otherwise set the peak."""
-    return 2 << 30 if checkpointing else 8 << 30
+def kept_logits(checkpointing: bool | str, lm: nn.Module) -> int:
+    """Bytes of logits that the head may keep for backward. With checkpointing they would set the peak, unless less than the layers' gradients, of which there are none yet."""
+    trained = sum(p.numel() for p in lm.get_decoder().layers.parameters() if p.requires_grad) // (dist.get_world_size() if dist.is_initialized() else 1)
+    return max(trained * 3 // 2, 1 << 29) if checkpointing else 8 << 30      # of their 4 bytes copies of the weights, one layer's activations and a block take the rest
 
 
 def outside_text(lm: nn.Module) -> set[nn.Parameter]:

@@ -82,7 +82,7 @@ def make_ours(shape, checkpointing, compiled, backend):
     attention.register()
     lm = make_lm(shape, attention.NAME)
     prepare_layers(lm, checkpointing, compiled)
-    policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda")), keep_logits=kept_logits(checkpointing)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
+    policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda")), keep_logits=kept_logits(checkpointing, lm)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
     optimizer = adamw(policy)
 
     def step(row):
