@@ -119,7 +119,7 @@ class Servers:
             if self.token_endpoint[server]:
                 asked = sampling | dict(output_kind=FINAL_ONLY)
                 # At a stop string an API process ends the request, without the engine; of several choices one reply has the log-probs of the last.
-                packed = sampling["logprobs"] and not sampling.get("stop") and sampling.get("n", 1) == 1 and await self._packs(server)
+                packed = sampling.get("logprobs") and not sampling.get("stop") and sampling.get("n", 1) == 1 and await self._packs(server)
                 if packed:
                     asked |= dict(logprobs=None, extra_args=(sampling.get("extra_args") or {}) | dict(sampler_logprobs=sampling["logprobs"] - 1))
                 reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=asked))
@@ -156,6 +156,8 @@ class Servers:
                 if reply.status >= 500 or reply.status == 429:
                     raise Unreachable(f"{reply.status}: {text[:500]}")
                 self.packs[server] = reply.status == 200 and "vllm_scheduler." in text
+                if reply.status == 200 and not self.packs[server]:
+                    print(f"the vLLM server at {self.urls[server]} writes log-probs out token by token, at about half its speed: start it with python serve.py <this config>.", flush=True)
             return self.packs[server]
 
     def _check_told(self, server: int, turn: TurnRecord) -> None:

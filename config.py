@@ -131,7 +131,7 @@ class Config:
     save_rollouts: bool = False                   # every scored group to output_dir/rollouts
     replay: str | None = None                     # train on such a folder, without a server
     centering_tail: bool = False                  # model the sampler's unreported tail (arXiv 2609.20807, Eq. 14)
-    attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else triton; sdpa on a CPU
+    attention_backend: str = "auto"               # hub, triton, flex, sdpa; auto: hub where it loads, else triton where it fits, else flex; sdpa on a CPU
 
     def __post_init__(self):
         for rule, sentence in rules(self):

@@ -1,6 +1,7 @@
 """The policy: load, and the forward that turns a packed row into log-probs."""
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -99,8 +100,8 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     deltanet.install(lm)
     lm.eval()                                # no dropout, no router noise: the server has none
     try:
-        text = lm.config.get_text_config()
-        backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device), getattr(text, "attn_logit_softcapping", None), heads_of(text)[2])
+        backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device),
+                                           getattr(lm.config.get_text_config(), "attn_logit_softcapping", None), attention_shapes(lm))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
@@ -110,10 +111,19 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     return policy
 
 
-def heads_of(text) -> tuple[int, int, int]:
-    """(query heads, key heads, width) of a text config's attention."""
-    heads = text.num_attention_heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+def attention_shapes(lm: nn.Module) -> set[tuple[int, int, int, int]]:
+    """(query heads, key heads, width of queries and keys, of values) of the layers' attentions, as far as their modules tell."""
+    shapes, text = set(), lm.config.get_text_config()
+    for module in lm.get_decoder().layers.modules():
+        key, value, width, shared = (getattr(module, name, None) for name in ("k_proj", "v_proj", "head_dim", "num_key_value_groups"))
+        if width and shared and key is not None:
+            groups = key.out_features // width
+            shapes.add((groups * shared, groups, width, value.out_features // groups if value is not None else width))
+        elif width and hasattr(module, "qkv_proj"):
+            shapes.add((text.num_attention_heads, text.num_key_value_heads, width, width))
+        elif hasattr(module, "qk_head_dim") and hasattr(module, "v_head_dim"):                  # compressed keys and values, expanded to one a head
+            shapes.add((text.num_attention_heads, text.num_attention_heads, module.qk_head_dim, module.v_head_dim))
+    return shapes
 
 
 def kept_logits(checkpointing: bool | str, lm: nn.Module) -> int:
@@ -217,9 +227,9 @@ def check_packing(policy: Policy, device: torch.device, dtype: torch.dtype) -> N
     if not difference <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.25):          # 8 bits of logits of size 20
         raise ConfigError(f"{policy.lm.config.model_type}: a packed sample's log-probs differ by {difference:.3g} from the sample alone, so some "
                           "layer does not follow the tree: this architecture is not supported.")
-    text = policy.lm.config.get_text_config()
-    for window in policy.windows if policy.backend != "sdpa" else ():            # what a forward cannot show
-        error = attention.gradient_error(policy.backend, *heads_of(text), window, getattr(text, "attn_logit_softcapping", None), device, dtype)
+    softcap = getattr(policy.lm.config.get_text_config(), "attn_logit_softcapping", None)
+    for shape, window in product(attention_shapes(policy.lm), policy.windows) if policy.backend != "sdpa" else ():            # what a forward cannot show
+        error = attention.gradient_error(policy.backend, *shape, window and min(window, 100), softcap, device, dtype)
         if not error <= (1e-3 if dtype in (torch.float32, torch.float64) else 0.03):
             raise ConfigError(f"attention_backend='{policy.backend}' computes gradients here that differ by {error:.2g} from a dense mask's: choose another one.")
 

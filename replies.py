@@ -106,10 +106,18 @@ class TopLogprobs(Sequence):
         return len(self.ids)
 
     def __getitem__(self, at):
-        return [self[i] for i in range(*at.indices(len(self)))] if isinstance(at, slice) else dict(zip(self.ids[at].tolist(), self.values[at].tolist()))
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return {token: None if value != value else value for token, value in zip(self.ids[at].tolist(), self.values[at].tolist())}
+
+    def __add__(self, other: list) -> list:
+        return [*self, *other]
+
+    def __radd__(self, other: list) -> list:
+        return [*other, *self]
 
     def __eq__(self, other) -> bool:
-        return list(self) == list(other)
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     def best(self, rows: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
         """As _top_arrays of these rows."""

@@ -57,33 +57,34 @@ class PackedLogprobs:
 
 
 class Rows:
-    """Log-probs of the last steps, a row a token, numbered from the first on; those before the oldest that a request needs are dropped."""
+    """Log-probs of the last steps, a row a token, numbered from the first on, in chunks; those before the oldest that a request needs are dropped."""
+
+    SIZE = 1 << 16                                           # rows of a chunk
 
     def __init__(self):
-        self.ids, self.logprobs, self.first, self.count = np.empty((0, 0), "<i4"), np.empty((0, 0), "<f4"), 0, 0
+        self.chunks, self.next = {}, 0                       # by number // SIZE: ids, log-probs
 
     def add(self, step, held, alive) -> int:
         """The number of the step's first row."""
         new, width = step.logprobs.shape
-        if self.count + new > len(self.ids) or width > self.ids.shape[1]:
-            kept = self.count - (min((tokens[0] for name, (_, tokens) in held.items() if tokens and name in alive), default=self.first + self.count) - self.first)
-            self.ids, self.logprobs = (self._moved(old, kept, max(2 * (kept + new), len(old)), max(width, old.shape[1])) for old in (self.ids, self.logprobs))
-            self.first, self.count = self.first + self.count - kept, kept
-        at = slice(self.count, self.count + new)
-        self.ids[at, :width], self.logprobs[at, :width] = step.logprob_token_ids, step.logprobs
-        self.count += new
-        return self.first + at.start
-
-    def _moved(self, old, kept: int, rows: int, width: int):
-        new = np.empty((rows, width), old.dtype)
-        new[:kept, :old.shape[1]] = old[self.count - kept:self.count]
-        return new
+        chunk = self.chunks.get(self.next // self.SIZE)
+        if chunk is None or self.next % self.SIZE + new > self.SIZE or width > chunk[0].shape[1]:
+            self.next = -(-self.next // self.SIZE) * self.SIZE
+            oldest = min((numbers[0] for name, (_, numbers) in held.items() if numbers and name in alive), default=self.next) // self.SIZE
+            self.chunks = {number: chunk for number, chunk in self.chunks.items() if number >= oldest}
+            chunk = self.chunks[self.next // self.SIZE] = np.empty((self.SIZE, width), "<i4"), np.empty((self.SIZE, width), "<f4")
+        first = self.next
+        at = slice(first % self.SIZE, first % self.SIZE + new)
+        chunk[0][at, :width], chunk[1][at, :width] = step.logprob_token_ids, step.logprobs
+        self.next += new
+        return first
 
     def pack(self, wanted: int, numbers: list[int]) -> dict[str, int | str]:
         """Rows of 1 + K: the sampled token, then the K most likely; `ids` int32 and `logprobs` float32, little-endian."""
-        at = np.array(numbers, np.int64) - self.first
-        ids, logprobs = (b64encode(all_rows[at, :wanted + 1]).decode() for all_rows in (self.ids, self.logprobs))
-        return dict(count=len(at), ids=ids, logprobs=logprobs)
+        chunks, rows = np.divmod(np.array(numbers, np.int64), self.SIZE)
+        parts = [(self.chunks[chunk], rows[chunks == chunk]) for chunk in np.unique(chunks).tolist()]
+        ids, logprobs = (b"".join(chunk[i][at, :wanted + 1].tobytes() for chunk, at in parts) for i in (0, 1))
+        return dict(count=len(rows), ids=b64encode(ids).decode(), logprobs=b64encode(logprobs).decode())
 
 
 class PackedScheduler(PackedLogprobs, Scheduler):

@@ -335,7 +335,7 @@ def test_small_gradients_of_hundreds_of_branches_are_summed_in_fp32(hub):
 
 @pytest.mark.parametrize("window,softcap", [(None, None), (100, None), (None, 20.0), (100, 20.0)])
 def test_a_right_attention_has_the_dense_masks_output_and_gradients(window, softcap, hub):
-    assert attention.gradient_error("hub", 6, 2, 8, window, softcap, CPU, torch.float64) < 1e-6 < attention.gradient_error("hub", 6, 2, 8, window, softcap, CPU, torch.bfloat16) < 0.01
+    assert attention.gradient_error("hub", 6, 2, 8, 8, window, softcap, CPU, torch.float64) < 1e-6 < attention.gradient_error("hub", 6, 2, 8, 8, window, softcap, CPU, torch.bfloat16) < 0.01
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -358,13 +358,14 @@ def gpu(monkeypatch):
     """Sets the GPU's capability, and what fetching a kernel gives or raises -> what was fetched."""
     fetched = []
 
-    def set_(capability=(9, 0), hip=None, error=None):
+    def set_(capability=(9, 0), hip=None, error=None, memory=227):
         def get_kernel(repository, **version):
             fetched.append((repository, version))
             if error:
                 raise error
             return SimpleNamespace(flash_attn_varlen_func=varlen_attention)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(shared_memory_per_block_optin=memory << 10))
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
         monkeypatch.setattr(attention, "_hub_kernels", {})
@@ -386,13 +387,21 @@ def test_auto_takes_the_hubs_kernel_for_the_gpu_and_fetches_it_once(machine, rep
 
 def test_auto_falls_back_to_triton_where_the_kernel_does_not_load_and_hub_says_why(gpu):
     gpu(error=FileNotFoundError("no build for torch 2.13\nlong story"))
-    assert attention.choose_backend("auto", GPU) == attention.choose_backend("auto", GPU, width=256) == "triton"
-    assert attention.choose_backend("auto", GPU, torch.float32, width=256) == "flex", "tiles of 1 KB rows do not fit"
+    assert attention.choose_backend("auto", GPU) == attention.choose_backend("auto", GPU, shapes=[(8, 1, 256, 256), (8, 8, 64, 64)]) == "triton"
     with pytest.raises(ValueError, match=r"flash-attn3 cannot be loaded \(no build for torch 2.13\): use attention_backend='triton'"):
         attention.choose_backend("hub", GPU)
     gpu(error=RuntimeError())
     with pytest.raises(ValueError, match=r"cannot be loaded \(RuntimeError\(\)\)"):
         attention.choose_backend("hub", GPU)
+
+
+@pytest.mark.parametrize("machine,dtype,shape,backend", [
+    (dict(memory=163), torch.bfloat16, (8, 1, 256, 256), "triton"), (dict(memory=99), torch.bfloat16, (8, 8, 64, 64), "flex"),
+    (HOPPER, torch.float32, (8, 8, 256, 256), "flex"), (HOPPER, torch.bfloat16, (8, 8, 512, 512), "flex"), (HOPPER, torch.bfloat16, (8, 8, 192, 128), "flex"),
+    (ROCM, torch.bfloat16, (8, 8, 64, 64), "flex"), (HOPPER, torch.bfloat16, None, "flex")])
+def test_auto_takes_triton_only_where_its_tiles_fit_the_gpu_and_the_models_heads(machine, dtype, shape, backend, gpu):
+    gpu(error=RuntimeError(), **machine)
+    assert attention.choose_backend("auto", GPU, dtype, shapes=[(4, 4, 64, 64), shape] if shape else []) == backend
 
 
 @pytest.mark.parametrize("machine,repository,other", [(BLACKWELL, "flash-attn4", "triton"), (ROCM, "aiter-flash-attn", "flex")])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import attention
 import deltanet
 from config import ConfigError
-from model import Policy, check_packing, load_policy, refuse_unsupported
+from model import Policy, attention_shapes, check_packing, load_policy, refuse_unsupported
 from packing import pack_row
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ REFUSED = dict(
 def tiny_other(name, **changes):
     attention.register()
     torch.manual_seed(0)
-    config = getattr(transformers, name + "Config")(**SMALL | changes)
+    config = getattr(transformers, name + ("TextConfig" if name == "Gemma4" else "Config"))(**SMALL | changes)
     config._attn_implementation = attention.NAME
     return next(getattr(transformers, name + suffix) for suffix in ("ForCausalLM", "LMHeadModel") if hasattr(transformers, name + suffix))(config)
 
@@ -193,6 +193,17 @@ def test_a_checkpoint_with_dropout_is_trained_without_it(tmp_path):
     check_packing(policy, CPU, torch.float32)
 
 
+def test_the_shapes_of_attention_are_read_off_the_modules_and_nothing_is_asked_of_a_model_without():
+    assert all(attention_shapes(tiny_family(family)) == {(4, 2, 6, 6) if family == "qwen3" else (4, 2, 8, 8)} for family in FAMILIES)
+    assert attention_shapes(tiny_other("Phi3")) == {(4, 2, 8, 8)}
+    deepseek = dict(moe_intermediate_size=16, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16,
+                    qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1)
+    assert attention_shapes(tiny_other("DeepseekV3", **deepseek)) == {(4, 4, 12, 8)}
+    gemma = dict(num_hidden_layers=6, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=8, vocab_size_per_layer_input=37)
+    assert attention_shapes(tiny_other("Gemma4", **gemma)) == {(4, 2, 8, 8), (4, 2, 16, 16)}
+    assert attention_shapes(tiny_other("Mamba")) == set()
+
+
 def test_the_backend_is_chosen_by_the_models_softcap_its_heads_width_and_the_runs_dtype(tmp_path, monkeypatch):
     """Most hub kernels cannot cap logits, and none computes in fp32."""
     told = []
@@ -200,4 +211,5 @@ def test_the_backend_is_chosen_by_the_models_softcap_its_heads_width_and_the_run
     for family in ("gemma2", "qwen3"):
         tiny_family(family).save_pretrained(tmp_path / family)
         load_policy(tiny_config(model=str(tmp_path / family), attention_backend="hub"), CPU)
-    assert told == [("hub", CPU, torch.float32, 2.0, 8), ("hub", CPU, torch.float32, None, 6)]
+    assert [arguments[:4] for arguments in told] == [("hub", CPU, torch.float32, 2.0), ("hub", CPU, torch.float32, None)]
+    assert [arguments[4] for arguments in told] == [{(4, 2, 8, 8)}, {(4, 2, 6, 6)}]

@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from replies import parse_generate
-from tools import _top_arrays
+from replies import TopLogprobs, parse_generate
+from tools import TurnRecord, _top_arrays, turns_to_samples
 from vllm_scheduler import FIELD, PackedLogprobs, Rows
 
 WIDTH = 1 + 6            # of a step's arrays: the largest K in the batch
@@ -114,9 +114,10 @@ def test_each_request_gets_its_rows_in_order_while_the_batch_changes_under_it(se
     assert not engine.scheduler.held and not any(engine.scheduler.given), "nothing is sliced where all asked for packed ones"
 
 
-def test_over_many_steps_of_any_width_no_more_rows_are_kept_than_requests_need():
+def test_over_many_steps_of_any_width_no_more_rows_are_kept_than_requests_need(monkeypatch):
     """Requests of 1 to 40 tokens come and end; one asks for more than the others, and some are aborted beside others that want no packed ones."""
     engine, rng, names = Engine(), np.random.default_rng(1), []
+    monkeypatch.setattr(Rows, "SIZE", 256)
     engine.add("plain", None, left=10**6)
     engine.add("plain too", None, left=10**6)
     for n in range(1500):
@@ -131,7 +132,7 @@ def test_over_many_steps_of_any_width_no_more_rows_are_kept_than_requests_need()
     done = [(name, wanted) for name, wanted in names if name not in engine.scheduler.requests and name != "r35"]
     for name, wanted in done:
         engine.assert_packed(name, wanted)
-    assert len(done) > 250 and len(engine.scheduler.rows.ids) < 1500, "of some 15 000: an aborted one keeps none"
+    assert len(done) > 250 and len(engine.scheduler.rows.chunks) < 6, "1500 rows of some 15 000: an aborted one keeps none"
 
 
 def test_tokens_that_vllm_drops_after_the_end_of_a_request_have_no_row():
@@ -240,6 +241,28 @@ def test_what_is_not_finite_is_no_candidate_of_the_sampler_and_no_logprob(values
     assert sorted(ids[0][ids[0] >= 0].tolist()) == finite and sorted(found[0][ids[0] >= 0].tolist()) == sorted(numbers[finite].tolist())
     assert (found[0][ids[0] < 0] == -np.inf).all() and (ids[1:] >= 0).all()
     assert turn.output_log_probs[0] == (values[0] if np.isfinite(values[0]) else None) and None not in turn.output_log_probs[1:]
+
+
+def test_packed_tops_can_be_used_as_the_list_of_dicts_that_hooks_expect():
+    turn = ended((-1.0, -1.5, -2.0, -np.inf, np.nan)).turn("a")
+    tops = turn.output_sampler_logprobs
+    as_list = list(tops)
+    assert tops == as_list and tops != as_list[1:] and (tops == None) is False      # noqa: E711
+    assert list(as_list[0].values()) == [-1.0, -1.5, -2.0, None, None], "as an unpacked reply has them"
+    assert tops + [{}] == [*as_list, {}] and [{}] + tops == [{}, *as_list] and tops[1:] == as_list[1:] and tops[-1] == as_list[-1]
+    assert json.loads(json.dumps(list(tops)))
+
+
+def test_packed_tops_and_the_same_as_dicts_make_the_same_sample():
+    """The K most likely come best first, and the sampled token is one of them or less likely than all."""
+    rng, steps = np.random.default_rng(0), 200
+    values = -np.sort(rng.exponential(3, (steps, 6)), axis=1).astype(np.float32)
+    ids, sampled = np.stack([rng.permutation(50)[:6] for _ in range(steps)]).astype(np.int32), rng.integers(0, 6, steps)
+    tops = TopLogprobs(*(np.concatenate([np.take_along_axis(x, sampled[:, None], 1), x[:, :5]], 1) for x in (ids, values)))
+    turns = [TurnRecord([1, 2], tops.ids[:, 0].tolist(), tops.values[:, 0].tolist(), output_sampler_logprobs=given) for given in (tops, list(tops))]
+    for k in (0, 3, 5):
+        (packed, _), (plain, _) = (turns_to_samples([turn], k, 0) for turn in turns)
+        assert all(np.array_equal(getattr(packed[0], name), getattr(plain[0], name)) for name in ("topk_ids", "topk_logprobs", "sampler_logprobs", "trained_index"))
 
 
 @pytest.mark.parametrize("tokens", [[0], [0, 0, 0, 0], []])
