@@ -2,10 +2,10 @@
 
     python bench/sync.py configs/x.py [times=20] [own=true] [any option of the config=value …]
 
-Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
-every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl; for nccl on GPUs the server gets the second. With
+Starts a server of the config unless one answers, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works
+with every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl; for nccl on GPUs the server gets the second. With
 own=true the same server (on a GPU, vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first
-gather lies before the pause; gb_per_s is of the transfer phase. After each sync the proof of sync must hold.
+gather lies before the pause; gb_per_s is of the transfer phase. After each sync the proof of sync must hold. free_gb is a list, a GPU each.
 """
 import json
 import os
@@ -95,6 +95,10 @@ def make_own(policy, dtype, url, backend):
     return send
 
 
+def free_gb():
+    return [round(torch.cuda.mem_get_info(gpu)[0] / 1e9, 2) for gpu in range(torch.cuda.device_count())]
+
+
 def milliseconds(seconds):
     return {f"{phase}_ms": round(value * 1e3, 2) for phase, value in seconds.items()}
 
@@ -105,7 +109,6 @@ def start(config, own):
         argv, environment = argv + ["--weight-transfer-config", json.dumps(dict(backend="ipc"))], environment | dict(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     if config.weight_sync_backend == "nccl" and torch.cuda.device_count() > 1:
         environment = environment | dict(CUDA_VISIBLE_DEVICES="1")
-    assert not answers(config.server_urls[0]), f"something already answers at {config.server_urls[0]}"
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     with (Path(config.output_dir) / "vllm.log").open("w") as log:
         return subprocess.Popen(argv, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -117,7 +120,7 @@ def main(argv):
     config = load_config([argument for argument in argv if not argument.startswith(("times=", "own="))])
     device = torch.device(device_type(config))
     dtype = compute_dtype(config, device)
-    server = start(config, own)
+    server = None if answers(config.server_urls[0]) else start(config, own)
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         policy = load_policy(config, device)
@@ -140,12 +143,12 @@ def main(argv):
                 sync.current = [0]
                 proof.scores[version] = proof.policy_scores()
                 assert (problem := proof.problem(version)) is None, problem
-                print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]))), flush=True)
+                print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]), free_gb=free_gb())), flush=True)
             medians = {phase: statistics.median(seconds[phase] for seconds in found[1:] or found) for phase in found[-1]}      # the first one sets up
-            last = dict(gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=[round(torch.cuda.mem_get_info()[0] / 1e9, 2)] if device.type == "cuda" else [])
-            print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}": ms for phase, ms in milliseconds(medians).items()}, **last)), flush=True)
+            print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}": ms for phase, ms in milliseconds(medians).items()},
+                                  gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=free_gb())), flush=True)
     finally:
-        for signal in (15, 9):               # one that is left keeps its memory from the next measurement
+        for signal in (15, 9) if server else ():     # one that is left keeps its memory from the next measurement
             try:
                 os.killpg(server.pid, signal)
                 server.wait(20)
