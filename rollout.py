@@ -17,6 +17,9 @@ import traceback
 import uuid
 from dataclasses import dataclass, field, replace
 
+if multiprocessing.current_process().name == "rollout":     # before the imports that take seconds; prctl 1 is Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
 import numpy as np
 
 from client import LoadCap, Servers, route
@@ -448,7 +451,6 @@ def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_g
     """Entry point of the spawned process. A failure reaches the trainer as text; the parent's death ends it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)        # they reach the trainer too, which saves and then stops this process
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
     os.environ["CUDA_VISIBLE_DEVICES"] = ""          # the GPU is the trainer's
     try:
         asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group, done))
