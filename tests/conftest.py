@@ -1,6 +1,7 @@
 """Shared by the tests: tiny models, random samples, and the small real model."""
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from itertools import pairwise
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,6 +125,17 @@ def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         hidden = (ago > left if left >= 0 else ago < -d) | (-ago > right if right >= 0 else ago < -d)
         outs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
     return torch.cat(outs).to(q.dtype)
+
+
+def forked(ranks, work):
+    """`work()` on so many ranks of a gloo group, each a fork of this process: they and further groups share the seconds of its imports."""
+    def run(rank, store):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+        work()
+        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(run, (f"{folder}/store",), ranks, start_method="fork")
 
 
 class CountOps(TorchDispatchMode):
