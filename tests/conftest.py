@@ -202,3 +202,13 @@ def tiny_folder(tmp_path_factory, small_model):
     AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
     tiny_lm(vocab=49152, num_hidden_layers=1, hidden_size=16).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory, small_model):
+    """A random Llama with a head of its own, of a size that vLLM takes."""
+    from transformers import AutoTokenizer
+    folder = tmp_path_factory.mktemp("untied")
+    AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
+    tiny_lm(vocab=49152, tied=False, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2).save_pretrained(folder)
+    return str(folder)
