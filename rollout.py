@@ -2,23 +2,24 @@
 
 The process loads the same config file as the trainer, by path, so nothing of the config is pickled; shared.py is all they share.
 """
-import asyncio
 import ctypes
+import multiprocessing
+import signal
+
+if multiprocessing.current_process().name == "rollout":     # before all other imports, which take seconds; prctl 1 is Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+import asyncio
 import inspect
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
 import uuid
 from dataclasses import dataclass, field, replace
-
-if multiprocessing.current_process().name == "rollout":     # before the imports that take seconds; prctl 1 is Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import numpy as np
 
