@@ -9,7 +9,7 @@ the keyword `tree`, made once a row and shared by the layers. The backends compu
     "triton" this project's own kernels (tree_kernel.py), nothing gathered.
     "sdpa"   a dense mask: the reference, and the CPU path.
 """
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ TILE = 128          # FlexAttention's sparse block, in tokens
 MULTIPLE = TILE     # of tokens that rows are padded to on a GPU: FlexAttention's backward reads log-sums beyond a row that ends inside a tile
 HOPPER_128 = dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=3, bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64,
                   bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)     # forward on a trie's ragged mask 11 % faster than torch's own choice; the backward was chosen with wrong lists of tiles (LOG.md)
-_compiled_flex = torch.compile(flex_attention, dynamic=True)
 
 
 class Tree:
@@ -157,6 +156,12 @@ def _hub_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scalin
     return (out[0] if isinstance(out, tuple) else out)[None]
 
 
+@cache
+def _compiled_flex():
+    """Made when first asked for: it loads the compiler, a second of the start of every process that never needs it."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
 def tree_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, tree: Tree,
                    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **kwargs):
     """transformers' attention signature. query (1, H, N, D), key and value (1, G, N, D) -> (1, N, H, D)."""
@@ -169,7 +174,7 @@ def tree_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_
         return torch.ops.tree.attention(query, key, value, *mask, scaling or query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)[0], None
     if tree.backend == "flex":
         cap = None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
-        flex = _compiled_flex if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        flex = _compiled_flex() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
         tuned = HOPPER_128 if tree.hopper and query.shape[-1] == 128 and query.dtype == torch.bfloat16 else None
         out = flex(query, key, value, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=True, kernel_options=tuned)
     elif softcap is None:

@@ -2,12 +2,14 @@
 import math
 import multiprocessing
 import queue
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
@@ -79,7 +81,11 @@ class RolloutFeed:
     def start(self, version: int, allowance: int) -> None:
         self.shared.version.value, self.shared.allowance.value = version, allowance
         self.shared.heartbeat.value = time.monotonic()
-        self.process.start()
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")      # or the process would load train.py, and so all of training, before its own work
+        try:
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = main
         for channel in (self.shared.samples, self.shared.metrics, self.shared.resolved):
             channel._writer.close()          # with a second writer open, a message cut short by a kill would never end
 

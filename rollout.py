@@ -2,15 +2,19 @@
 
 The process loads the same config file as the trainer, by path, so nothing of the config is pickled; shared.py is all they share.
 """
-import asyncio
 import ctypes
+import multiprocessing
+import signal
+
+if multiprocessing.current_process().name == "rollout":     # before all other imports, which take seconds; prctl 1 is Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+import asyncio
 import inspect
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -448,7 +452,6 @@ def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_g
     """Entry point of the spawned process. A failure reaches the trainer as text; the parent's death ends it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)        # they reach the trainer too, which saves and then stops this process
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)       # Linux's PR_SET_PDEATHSIG: die with the trainer, however it dies
     os.environ["CUDA_VISIBLE_DEVICES"] = ""          # the GPU is the trainer's
     try:
         asyncio.run(_run_until_stopped(argv, max_model_len, shared, start_group, done))

@@ -11,10 +11,6 @@
     python serve.py configs/x.py                                       the server, on its own GPUs
     torchrun [--nproc_per_node N] train.py configs/x.py [key=value …]  the trainer, on others
 """
-if __name__ == "__mp_main__":                                 # the rollout process, which loads this file first: it dies with the trainer even while it starts
-    import ctypes
-    ctypes.CDLL(None).prctl(1, 9)
-
 import importlib.metadata
 import json
 import math

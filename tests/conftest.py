@@ -1,6 +1,7 @@
 """Shared by the tests: tiny models, random samples, and the small real model."""
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from itertools import pairwise
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +127,17 @@ def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     return torch.cat(outs).to(q.dtype)
 
 
+def forked(ranks, work):
+    """`work()` on so many ranks of a gloo group, each a fork of this process: they and further groups share the seconds of its imports."""
+    def run(rank, store):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+        work()
+        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(run, (f"{folder}/store",), ranks, start_method="fork")
+
+
 class CountOps(TorchDispatchMode):
     """While entered, counts the operations that run, by name; those whose kept results are reused do not run."""
 
@@ -187,4 +201,14 @@ def tiny_folder(tmp_path_factory, small_model):
     folder = tmp_path_factory.mktemp("tiny")
     AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
     tiny_lm(vocab=49152, num_hidden_layers=1, hidden_size=16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory, small_model):
+    """A random Llama with a head of its own, of a size that vLLM takes."""
+    from transformers import AutoTokenizer
+    folder = tmp_path_factory.mktemp("untied")
+    AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
+    tiny_lm(vocab=49152, tied=False, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2).save_pretrained(folder)
     return str(folder)

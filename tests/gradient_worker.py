@@ -1,6 +1,6 @@
-"""Run by torchrun: gradients of recorded samples as train.py computes them; rank 0 writes one result a job.
+"""Gradients of recorded samples as train.py computes them, on several ranks; the first writes one result a job.
 
-    gradient_worker.py JOBS.pkl OUT.pt       JOBS: a list of dicts of `run`'s arguments
+    gradient_worker.py JOBS.pkl OUT       JOBS: {ranks: {name: dict of `run`'s arguments}}; written are OUT.<ranks>
 """
 import pickle
 import sys
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from conftest import tiny_config, tiny_lm, tiny_lora, tiny_moe  # noqa: E402
+from conftest import forked, tiny_config, tiny_lm, tiny_lora, tiny_moe  # noqa: E402
 
 from loss import Objective                                      # noqa: E402
 from model import Policy, check_packing, load_policy            # noqa: E402
@@ -59,9 +59,9 @@ def run(micro_batches, model="tiny", budget=400, normalization="micro_batch", st
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = [run(**job) for job in pickle.loads(Path(sys.argv[1]).read_bytes())]
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[2])
-    dist.destroy_process_group()
+    def work():
+        results = {name: run(**job) for name, job in jobs.items()}
+        if dist.get_rank() == 0:
+            torch.save(results, f"{sys.argv[2]}.{dist.get_world_size()}")
+    for ranks, jobs in pickle.loads(Path(sys.argv[1]).read_bytes()).items():
+        forked(ranks, work)

@@ -1,6 +1,6 @@
-"""Run by torchrun: what several ranks gather, and what they do when a sync fails; every rank writes OUT.<rank>.json.
+"""What several ranks gather, and what they do when a sync fails; of each number of ranks every rank writes OUT.<ranks>.<rank>.json.
 
-    sync_worker.py OUT
+    sync_worker.py OUT RANKS...
 """
 import json
 import sys
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from conftest import make_sample, tensors_of, tiny_lm, tiny_lora, tiny_moe      # noqa: E402
+from conftest import forked, make_sample, tensors_of, tiny_lm, tiny_lora, tiny_moe      # noqa: E402
 
 from metrics import Window                                      # noqa: E402
 from model import Policy                                        # noqa: E402
@@ -122,14 +122,16 @@ def fail(policy, phase):
     return dict(error=error, gathers=GATHERS[0], seconds=time.monotonic() - started, asked=asked, chunks=transport.chunks)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def work():
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.no_grad():
         results = dict(gather={kind: compare(kind, mesh) for kind in KINDS})
         results["mixed"] = train_mixed(mesh)
         policy = shard(KINDS["untied"](), mesh, torch.float32)
         results["failures"] = {phase: fail(policy, phase) for phase in ("pause", "start", "transfer", "writing", "finish", "resume", None)}
-    Path(f"{sys.argv[1]}.{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    Path(f"{sys.argv[1]}.{dist.get_world_size()}.{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    for ranks in sys.argv[2:]:
+        forked(int(ranks), work)

@@ -19,11 +19,11 @@ from metrics import Window
 from serve import answers
 from tools import _top_arrays
 
-COMMON = ["configs/smollm_cpu.py", "disable_tqdm=true", "max_completion_length=8", "token_budget=96", "max_concurrent_rollouts=16"]
+COMMON = ["disable_tqdm=true", "max_completion_length=8", "token_budget=96", "max_concurrent_rollouts=16"]
 
 
-def start(folder, port, *overrides, launcher=("-u",)):
-    command = [sys.executable, *launcher, "train.py", *COMMON, f"output_dir={folder}", f"vllm_server_base_url=http://127.0.0.1:{port}", *overrides]
+def start(folder, port, *overrides, launcher=("-u",), config="configs/smollm_cpu.py"):
+    command = [sys.executable, *launcher, "train.py", str(config), *COMMON, f"output_dir={folder}", f"vllm_server_base_url=http://127.0.0.1:{port}", *overrides]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -44,7 +44,7 @@ def metrics(folder):
 def server(tmp_path_factory, small_model):
     """The port of a server as `serve.py` runs it, in fp32, shared by the tests that do not kill it."""
     log = (tmp_path_factory.mktemp("server") / "log").open("w+")
-    process = subprocess.Popen([sys.executable, "serve.py", COMMON[0], "bf16=false", "vllm_server_base_url=http://127.0.0.1:8171"],
+    process = subprocess.Popen([sys.executable, "serve.py", "configs/smollm_cpu.py", "bf16=false", "vllm_server_base_url=http://127.0.0.1:8171"],
                                cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     deadline = time.monotonic() + 400
     while not answers("http://127.0.0.1:8171"):
@@ -153,15 +153,28 @@ def test_a_killed_rollout_process_ends_the_run_and_leaves_somebody_elses_server_
     assert answers(f"http://127.0.0.1:{server}")
 
 
-def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, small_model):
-    run = start(tmp_path / "run", 8173, "max_steps=50")
+@pytest.fixture
+def quick(tmp_path, untied_folder):
+    """The quick start's config for a model whose first step comes soon after its server: tiny, and every group rewarded unlike."""
+    (tmp_path / "x.py").write_text(f"""
+import sys
+from dataclasses import replace
+sys.path.insert(0, {str(ROOT / "configs")!r})
+from smollm_cpu import config
+config = replace(config, model={untied_folder!r}, reward_funcs=lambda completion_ids, **columns: [i % 2.0 for i in range(len(completion_ids))])
+""")
+    return tmp_path / "x.py"
+
+
+def test_killed_vllm_ends_the_run_with_the_end_of_its_log(tmp_path, quick):
+    run = start(tmp_path / "run", 8173, "max_steps=5000", config=quick)
     everyone = wait_for_a_step(run, tmp_path / "run")
     next(p for p in everyone if "vllm.entrypoints" in " ".join(p.cmdline())).kill()
     end_within_30_seconds(run, everyone, "the vLLM server exited")
 
 
-def test_ctrl_c_under_torchrun_stops_the_server_too(tmp_path, small_model):
-    run = start(tmp_path / "run", 8174, "max_steps=50", "save_strategy=no", launcher=("-m", "torch.distributed.run", "--standalone"))
+def test_ctrl_c_under_torchrun_stops_the_server_too(tmp_path, quick):
+    run = start(tmp_path / "run", 8174, "max_steps=5000", "save_strategy=no", launcher=("-m", "torch.distributed.run", "--standalone"), config=quick)
     everyone = wait_for_a_step(run, tmp_path / "run")
     os.killpg(run.pid, signal.SIGINT)
     end_within_30_seconds(run, everyone, "Ctrl-C")

@@ -28,14 +28,19 @@ config = Config(model={model!r}, reward_funcs=lambda **kw: reward(**kw), use_cpu
 """
 
 
+def written(folder, server, body="pass", more=""):
+    path = folder / "x.py"
+    path.write_text(CONFIG.format(tests=os.path.dirname(__file__), body=body, model=str(SMALL_MODEL), url=server.url, more=more))
+    return str(path)
+
+
 @pytest.fixture
 def feed(tmp_path):
     feeds = []
 
     def start(server, body="pass", more="", allowance=100_000, max_model_len=128):
-        path = tmp_path / "x.py"
-        path.write_text(CONFIG.format(tests=os.path.dirname(__file__), body=body, model=str(SMALL_MODEL), url=server.url, more=more))
-        feeds.append(RolloutFeed(load_config([str(path)]), [str(path)], max_model_len, Window()))
+        path = written(tmp_path, server, body, more)
+        feeds.append(RolloutFeed(load_config([path]), [path], max_model_len, Window()))
         feeds[-1].start(0, allowance)
         return feeds[-1]
     yield start
@@ -123,11 +128,10 @@ def test_a_finished_process_may_wait_for_a_slow_trainer_longer_than_the_workers_
         assert made.process.exitcode == 0
 
 
-def test_the_process_dies_with_a_trainer_that_is_killed(feed, tmp_path):
+def test_the_process_dies_with_a_trainer_that_is_killed(tmp_path):
     with FakeServer(long_answer) as server:
-        feed(server, max_model_len=8192).stop()              # writes the config
         code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom config import load_config\nfrom feed import RolloutFeed\nfrom metrics import Window\n"
-                f"import time\nif __name__ == '__main__':\n    argv = [{str(tmp_path / 'x.py')!r}]\n    made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
+                f"import time\nif __name__ == '__main__':\n    argv = [{written(tmp_path, server)!r}]\n    made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
                 "    made.start(0, 100000)\n    print(made.process.pid, flush=True)\n    time.sleep(600)\n")
         (tmp_path / "trainer.py").write_text(code)
         trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)

@@ -12,6 +12,7 @@ from conftest import ROOT, tiny_config, tiny_moe
 from fake_server import choice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resume_worker import run as run_here
 from test_sync import FakeVllm
 from test_tools import Script, hermes
 from transformers import AutoTokenizer
@@ -285,15 +286,18 @@ def some_end(body):
     return choice([20 + n % 5, 30 + n % 5, 2 if n % 2 else 40], [-0.5, -1.0, -1.5], body["sampling_params"]["logprobs"])
 
 
-def trained(folder, config, model, answer):
-    """(folder, metrics.jsonl, what was printed) of train.py with a fake server and wandb offline."""
+def trained(folder, config, model, answer, here=False):
+    """(folder, metrics.jsonl) of train.py with a fake server and wandb offline, as a process or, with `here`, its main in this one."""
     (folder / "x.py").write_text(config.format(model=model, tests=str(ROOT / "tests")))
     with FakeVllm(answer, keep=False, model=model, length=512) as server:
         server.metrics = LOAD
-        done = subprocess.run([sys.executable, "train.py", str(folder / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={folder}/run"],
-                              cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "run", lines(folder / "run" / "metrics.jsonl"), done.stdout
+        argv = [str(folder / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={folder}/run"]
+        if here:
+            run_here(argv)
+        else:
+            done = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | dict(WANDB_MODE="offline", WANDB_SILENT="true"))
+            assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run", lines(folder / "run" / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +316,7 @@ def agent_run(tmp_path_factory, tiny_folder):
         target = int(re.search(r"counter by (\d)", text)[1])
         calls = [hermes("increment", step=target + seed % 2), *[hermes("multiply", a=2, b=3), hermes("fly", far=True)][:seed % 3]]
         return "<think>\nwhy\n</think>\n\n" + ("\n".join(calls) if turn == 0 else "done")
-    return trained(tmp_path_factory.mktemp("agent"), AGENT_RUN, tiny_folder, Script(AutoTokenizer.from_pretrained(tiny_folder), reply).answer)
+    return trained(tmp_path_factory.mktemp("agent"), AGENT_RUN, tiny_folder, Script(AutoTokenizer.from_pretrained(tiny_folder), reply).answer, here=True)
 
 
 def pattern(name):
@@ -334,7 +338,7 @@ def test_readme_shows_every_name():
 
 
 def test_two_runs_log_every_name_under_its_condition_and_none_that_is_not_in_the_table(run, agent_run):
-    seen, of_agents = ({name for record in records for name in record} for _, records, _ in (run, agent_run))
+    seen, of_agents = ({name for record in records for name in record} for _, records in (run, agent_run))
     agents = [name for name in SPEC if name.split("/")[0] in ("tools", "env") or "{env}" in name]
     assert [name for name in SPEC if not any(map(pattern(name).match, seen | of_agents))] == []
     assert [name for name in agents if not any(map(pattern(name).match, of_agents)) or any(map(pattern(name).match, seen))] == []
@@ -356,7 +360,7 @@ def test_an_agents_numbers_hang_together(agent_run):
 
 def test_a_windows_numbers_hang_together(run):
     """Two steps a window: what is summed, averaged, and kept of the end."""
-    _, records, _ = run
+    _, records = run
     assert [record["step"] for record in records] == [2, 4, 6] and records[-1]["model_version"] == 6
     forwarded = [record["batch/forwarded_tokens_per_step"] * 2 for record in records]
     assert [record["num_tokens"] for record in records] == [sum(forwarded[:i + 1]) for i in range(3)]
@@ -385,7 +389,7 @@ def wandb_records(path):
 
 
 def test_wandb_offline_has_the_values_of_the_log_and_the_completions(run):
-    folder, records, _ = run
+    folder, records = run
     path, = folder.glob("wandb/offline-run-*/*.wandb")
     history = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                for record in wandb_records(path) if record.WhichOneof("record_type") == "history"]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from aiohttp import web
 from conftest import ROOT, tiny_config, tiny_lm, tiny_moe
 from fake_server import FakeServer, by_seed
+from resume_worker import run as run_here
 from safetensors.torch import load_file
 
 from metrics import Window
@@ -140,11 +142,24 @@ config = Config(model={model!r}, reward_funcs=lambda completion_ids, **kw: [floa
 """
 
 
-def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2", ranks=1):
+def exit_code(argv):
+    try:
+        run_here(argv)
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def run(tmp_path, server, factor="1", prompts=6, more="max_steps=2", ranks=1, capsys=None):
+    """train.py as a process or, with `capsys`, its `main` in this one, which has long imported all it needs."""
     (tmp_path / "x.py").write_text(CONFIG.format(model=server.model, factor=factor, prompts=prompts, more=more))
+    argv = [str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launcher, "train.py", str(tmp_path / "x.py"), f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run"],
-                          cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if capsys:
+        code, (out, err) = exit_code(argv), capsys.readouterr()
+        done = SimpleNamespace(returncode=code, stdout=out, stderr=err)
+    else:
+        done = subprocess.run([sys.executable, *launcher, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=600)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if (tmp_path / "run" / "metrics.jsonl").exists() else []
     return done, [json.loads(line) for line in lines]
 
@@ -177,9 +192,9 @@ def test_when_rank_0_fails_the_other_rank_does_not_wait_for_it(tmp_path, tiny_fo
     assert done.returncode != 0 and words in done.stderr and time.monotonic() - started < 300         # not the 1800 s of a collective
 
 
-def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path, tiny_folder):
+def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_they_are(tmp_path, tiny_folder, capsys):
     with FakeVllm(keep=False, model=tiny_folder) as server:
-        done, steps = run(tmp_path, server, factor="float('nan')", 
+        done, steps = run(tmp_path, server, factor="float('nan')", capsys=capsys,
                           more="max_steps=2, learning_rate=1.0, vllm_importance_sampling_clip_min=0.0, vllm_importance_sampling_clip_max=1e30")
     assert done.returncode == 0, done.stderr[-2000:]
     assert [s["batch/nonfinite_gradient_count"] for s in steps] == [1, 1] and steps[0]["loss"] is None
@@ -188,24 +203,24 @@ def test_a_gradient_that_is_not_finite_is_reported_and_leaves_the_weights_as_the
     assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
 
 
-def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_path, tiny_folder):
+def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_path, tiny_folder, capsys):
     """5 prompts x 4 rollouts fit no whole number of rows: none is lost, and the run ends by itself."""
     with FakeVllm(keep=False, model=tiny_folder) as server:
-        done, steps = run(tmp_path, server, prompts=5, more="num_train_epochs=1.0")
+        done, steps = run(tmp_path, server, prompts=5, more="num_train_epochs=1.0", capsys=capsys)
         assert done.returncode == 0, done.stderr[-2000:]
         assert server.calls.count("generate") == 20 and sum(s["batch/samples_per_step"] for s in steps) == 20
         assert steps[-1]["epoch"] == 1.0
 
 
-def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, tiny_folder):
+def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, tiny_folder, capsys):
     with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False, model=tiny_folder) as server:
-        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0")
+        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0", capsys=capsys)
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
 
 
-def test_under_a_budget_below_the_prompt_every_sample_is_dropped_with_a_warning_and_the_run_ends_in_a_sentence(tmp_path, tiny_folder):
+def test_under_a_budget_below_the_prompt_every_sample_is_dropped_with_a_warning_and_the_run_ends_in_a_sentence(tmp_path, tiny_folder, capsys):
     with FakeVllm(keep=False, model=tiny_folder) as server:
-        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, token_budget=16")
+        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, token_budget=16", capsys=capsys)
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and done.stdout.count("raise token_budget=16 to train on it") == 8
 
 

@@ -11,7 +11,7 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from conftest import ROOT, tiny_config, tiny_lm
+from conftest import ROOT, tiny_config
 
 import sync as sync_module
 from metrics import Window
@@ -23,16 +23,6 @@ from sync import make_sync
 from transport import Nccl
 
 TIED, UNTIED = "http://127.0.0.1:8330", "http://127.0.0.1:8331"
-
-
-@pytest.fixture(scope="module")
-def untied_folder(tmp_path_factory, small_model):
-    """A random Llama with a head of its own, of a size that vLLM takes."""
-    from transformers import AutoTokenizer
-    folder = tmp_path_factory.mktemp("untied")
-    AutoTokenizer.from_pretrained(small_model).save_pretrained(folder)
-    tiny_lm(vocab=49152, tied=False, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

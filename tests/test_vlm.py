@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from conftest import make_sample, random_group, tensors_of, tiny_config            # noqa: E402
+from conftest import forked, make_sample, random_group, tensors_of, tiny_config            # noqa: E402
 
 from export import save_model                                                       # noqa: E402
 from config import ConfigError                                                      # noqa: E402
@@ -220,8 +220,7 @@ def step_of(folder, out):
 def over_ranks(checkpoints, tmp_path_factory):
     """over_ranks[ranks][family], and the folder where each saved its models."""
     out = tmp_path_factory.mktemp("ranks")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__,
-                          str(checkpoints), str(out)], capture_output=True, text=True, timeout=600)
+    run = subprocess.run([sys.executable, __file__, str(checkpoints), str(out)], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     alone = {family: step_of(checkpoints / family, out / "alone" / family) for family in FAMILIES}
@@ -249,10 +248,9 @@ def test_two_ranks_send_and_save_what_one_does(over_ranks, checkpoints, family):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    checkpoint_folder, out_folder = map(Path, sys.argv[1:])
-    results = {family: step_of(checkpoint_folder / family, out_folder / family) for family in FAMILIES}
-    if dist.get_rank() == 0:
-        torch.save(results, out_folder / "two.pt")
-    dist.destroy_process_group()
+    def work():
+        checkpoint_folder, out_folder = map(Path, sys.argv[1:])
+        results = {family: step_of(checkpoint_folder / family, out_folder / family) for family in FAMILIES}
+        if dist.get_rank() == 0:
+            torch.save(results, out_folder / "two.pt")
+    forked(2, work)

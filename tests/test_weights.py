@@ -23,14 +23,18 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    """What each rank saw."""
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
     out = tmp_path_factory.mktemp("sync") / "out"
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param), str(WORKER), str(out)],
-                          capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(WORKER), str(out), "2", "3"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(request.param)]
+    return out
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, seen):
+    """What each rank saw."""
+    return [json.loads(Path(f"{seen}.{request.param}.{rank}.json").read_text()) for rank in range(request.param)]
 
 
 def test_ranks_gather_the_unsharded_policys_tensors_bitwise_in_one_order_as_announced(ranks):
