@@ -3,15 +3,19 @@
 vLLM hands every token's log-probs from the engine to an API process in arrays of their own, makes an object there of each number and
 writes them all as text; on an H200 that took more time than the model. A request with extra_args={"sampler_logprobs": K} gets
 them as base64 in the reply's `kv_transfer_params` instead: a field that vLLM carries from scheduler to reply without looking
-into it. Requests without it are served as ever.
+into it. If its reply is one message at its end, its tokens wait for that here too. Requests without it are served as ever.
 """
 from base64 import b64encode
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
 
 FIELD = "sampler_logprobs"
+HOLDS = not hasattr(EngineCoreOutputs, "weight_version")     # newer engines write the weights' version on every message: a token that left late would be taken for a newer model's
 
 
 class PackedLogprobs:
@@ -19,7 +23,7 @@ class PackedLogprobs:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.held: dict[str, tuple[int, list[int]]] = {}     # by request: K, and the numbers of its tokens' rows
+        self.held: dict[str, Held] = {}
         self.rows = Rows()
 
     def add_request(self, request) -> None:
@@ -27,7 +31,8 @@ class PackedLogprobs:
         wanted = (params.extra_args or {}).get(FIELD) if params else None
         if type(wanted) is int and 0 <= wanted <= self.vllm_config.model_config.max_logprobs and params.num_logprobs is None:
             params.logprobs = wanted                         # here only: the API process has its own copy, and prepares for none
-            self.held.setdefault(request.request_id, (wanted, []))
+            late = HOLDS and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.detokenize and not params.stop       # nobody looks at its tokens before its end
+            self.held.setdefault(request.request_id, Held(wanted, [], [] if late else None))
         super().add_request(request)
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -42,6 +47,7 @@ class PackedLogprobs:
         starts, number = step.cu_num_generated_tokens, self.rows.add(step, held, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for of_client in outputs.values():
+            waiting = False
             for output in of_client.outputs:
                 if tokens := held.get(output.request_id):
                     if not silent:
@@ -49,11 +55,28 @@ class PackedLogprobs:
                     if new := output.new_token_ids:
                         row = row_of[output.request_id]
                         first = number + (starts[row] if starts else row)
-                        tokens[1].extend(range(first, first + len(new))) if len(new) > 1 else tokens[1].append(first)
+                        tokens.rows.extend(range(first, first + len(new))) if len(new) > 1 else tokens.rows.append(first)
                     if output.finish_reason is not None:
                         del held[output.request_id]
-                        output.kv_transfer_params = (output.kv_transfer_params or {}) | {FIELD: self.rows.pack(*tokens)}
-        return outputs
+                        output.kv_transfer_params = (output.kv_transfer_params or {}) | {FIELD: self.rows.pack(tokens.wanted, tokens.rows)}
+                    if tokens.late is not None:
+                        tokens.late.extend(new)
+                        if output.finish_reason is None and not output.events and output.prefill_stats is None:
+                            output.new_token_ids, waiting = None, True
+                        else:
+                            output.new_token_ids = tokens.late[:]
+                            tokens.late.clear()
+            if waiting:
+                of_client.outputs = [output for output in of_client.outputs if output.new_token_ids is not None]
+        return {client: of_client for client, of_client in outputs.items() if of_client.outputs or of_client.finished_requests or of_client.scheduler_stats}
+
+
+class Held(NamedTuple):
+    """Of a request that has not ended."""
+
+    wanted: int                  # K
+    rows: list[int]              # numbers of its tokens' rows
+    late: list[int] | None       # tokens that have not left
 
 
 class Rows:
@@ -70,7 +93,7 @@ class Rows:
         chunk = self.chunks.get(self.next // self.SIZE)
         if chunk is None or self.next % self.SIZE + new > self.SIZE or width > chunk[0].shape[1]:
             self.next = -(-self.next // self.SIZE) * self.SIZE
-            oldest = min((numbers[0] for name, (_, numbers) in held.items() if numbers and name in alive), default=self.next) // self.SIZE
+            oldest = min((tokens.rows[0] for name, tokens in held.items() if tokens.rows and name in alive), default=self.next) // self.SIZE
             self.chunks = {number: chunk for number, chunk in self.chunks.items() if number >= oldest}
             chunk = self.chunks[self.next // self.SIZE] = np.empty((self.SIZE, width), "<i4"), np.empty((self.SIZE, width), "<f4")
         first = self.next

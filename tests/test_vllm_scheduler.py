@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import vllm_scheduler
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
@@ -39,7 +39,8 @@ class Base:
             if tokens:
                 ended = request.left == 0
                 outputs.setdefault(request.client, []).append(EngineCoreOutput(
-                    name, tokens, logprobs, finish_reason=FinishReason.LENGTH if ended else None, kv_transfer_params=request.connector if ended else None))
+                    name, tokens, logprobs, finish_reason=FinishReason.LENGTH if ended else None, kv_transfer_params=request.connector if ended else None,
+                    prefill_stats=vars(request).pop("prefill_stats", None), events=vars(request).pop("events", None)))
                 if ended:
                     del self.requests[name]
         return {client: EngineCoreOutputs(outputs=of_client) for client, of_client in outputs.items()}
@@ -74,6 +75,7 @@ class Engine:
             SimpleNamespace(num_scheduled_tokens=dict.fromkeys(reversed(names), rows)),
             SimpleNamespace(logprobs=step, req_id_to_index={name: i for i, name in enumerate(names)},
                             sampled_token_ids=[ids[rows * i:rows * i + n, 0].tolist() if logprobs else [] for i, n in enumerate(accepted)]))
+        self.sent = {output.request_id: output.new_token_ids for of in got.values() for output in of.outputs}
         self.plain = {output.request_id: output.new_logprobs and (output.new_logprobs[0].copy(), output.new_logprobs[1].copy()) for of in got.values() for output in of.outputs}
         ids[:], values[:] = -7, 7.0                              # vLLM's pinned memory is written again
         self.outputs |= {output.request_id: output for of_client in got.values() for output in of_client.outputs}
@@ -133,6 +135,78 @@ def test_over_many_steps_of_any_width_no_more_rows_are_kept_than_requests_need(m
     for name, wanted in done:
         engine.assert_packed(name, wanted)
     assert len(done) > 250 and len(engine.scheduler.rows.chunks) < 6, "1500 rows of some 15 000: an aborted one keeps none"
+
+
+ONE_MESSAGE = dict(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+
+
+def test_tokens_of_a_reply_in_one_message_leave_at_its_end_and_the_first_with_what_the_prefill_tells(monkeypatch):
+    monkeypatch.setattr(vllm_scheduler, "HOLDS", True)
+    engine, sent = Engine(), []
+    engine.add("late", 2, left=6, client=1, **ONE_MESSAGE)
+    engine.add("plain", 2, left=6)
+    engine.scheduler.requests["late"].prefill_stats = "of the prompt"
+    for n in range(6):
+        if n == 3:
+            engine.scheduler.requests["late"].events = ["preempted"]
+        engine.step(["late", "plain"] if n % 2 else ["plain", "late"])
+        sent.append(engine.sent.get("late"))
+        assert engine.sent["plain"] == [int(engine.rows["plain"][0][-1][0])]
+    ids = [int(row[0]) for row in engine.rows["late"][0]]
+    assert sent == [ids[:1], None, None, ids[1:4], None, ids[4:]]
+    for name in ("late", "plain"):
+        engine.assert_packed(name, 2)
+
+
+@pytest.mark.parametrize("changes", [dict(output_kind=RequestOutputKind.CUMULATIVE), dict(output_kind=RequestOutputKind.DELTA), dict(detokenize=True), dict(detokenize=True, stop=["x"]), "versions"])
+def test_tokens_that_somebody_looks_at_before_the_end_leave_at_once(monkeypatch, changes):
+    """A stream, one with stop words; and where a message tells the version of its tokens' weights."""
+    monkeypatch.setattr(vllm_scheduler, "HOLDS", changes != "versions")
+    engine = Engine()
+    engine.add("a", 2, left=3, **ONE_MESSAGE | (changes if changes != "versions" else {}))
+    for _ in range(3):
+        engine.step(["a"])
+        assert engine.sent["a"] == [int(engine.rows["a"][0][-1][0])]
+    engine.assert_packed("a", 2)
+
+
+def test_a_client_whose_tokens_all_wait_gets_a_message_only_for_what_else_it_carries(monkeypatch):
+    monkeypatch.setattr(vllm_scheduler, "HOLDS", True)
+    engine, more, plain = Engine(), {}, Base.update_from_output
+
+    def with_more(*args):
+        outputs = plain(*args)
+        for name, value in more.items():
+            setattr(outputs[3], name, value)
+        return outputs
+    monkeypatch.setattr(Base, "update_from_output", with_more)
+    engine.add("a", 2, left=9, client=3, **ONE_MESSAGE)
+
+    def step():
+        logprobs = LogprobsLists(np.zeros((1, 3), int), np.zeros((1, 3), np.float32), np.zeros(1, int), None)
+        return engine.scheduler.update_from_output(SimpleNamespace(num_scheduled_tokens=dict(a=1)), SimpleNamespace(logprobs=logprobs, req_id_to_index=dict(a=0), sampled_token_ids=[[7]]))
+    assert step() == {}
+    for name, value in (("finished_requests", {"b"}), ("scheduler_stats", "some")):
+        more[name] = value
+        (client, message), = step().items()
+        assert client == 3 and message.outputs == [] and getattr(message, name) == value
+
+
+def test_vllms_frontend_makes_the_same_reply_of_one_late_message():
+    """Its real output processor, of the vLLM installed here."""
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+    replies = []
+    for messages in ([[5], [6], [7, 8], [9]], [[5], [6, 7, 8, 9]]):
+        frontend, fields = OutputProcessor(None, log_stats=False), dict.fromkeys(EngineCoreRequest.__struct_fields__)
+        request = EngineCoreRequest(**fields | dict(request_id="a", external_req_id="a", prompt_token_ids=[1, 2], arrival_time=0.0, sampling_params=SamplingParams(max_tokens=5, **ONE_MESSAGE)))
+        frontend.add_request(request, None)
+        for i, tokens in enumerate(messages):
+            last = i == len(messages) - 1
+            got = frontend.process_outputs([EngineCoreOutput("a", tokens, finish_reason=FinishReason.LENGTH if last else None, kv_transfer_params={FIELD: 1} if last else None)])
+        reply, = got.request_outputs
+        replies.append((list(reply.outputs[0].token_ids), reply.outputs[0].finish_reason, reply.kv_transfer_params, reply.finished))
+    assert replies[0] == replies[1] == ([5, 6, 7, 8, 9], "length", {FIELD: 1}, True)
 
 
 def test_tokens_that_vllm_drops_after_the_end_of_a_request_have_no_row():
