@@ -52,7 +52,7 @@ class Control:
         """(what went wrong, if anything; the reply's text)"""
         try:
             reply = requests.post(url, json=body, timeout=(5, self.timeout))
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):         # the latter in the middle of a reply
             return UNREACHABLE, ""
         except requests.RequestException as error:
             return str(error), ""

@@ -9,13 +9,14 @@ from base64 import b64encode
 from typing import NamedTuple
 
 import numpy as np
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 FIELD = "sampler_logprobs"
-HOLDS = not hasattr(EngineCoreOutputs, "weight_version")     # newer engines write the weights' version on every message: a token that left late would be taken for a newer model's
+# Newer engines write the weights' version on every message: a token that left late would be taken for a newer model's.
+HOLDS = not hasattr(EngineCoreOutputs, "weight_version") and hasattr(EngineCoreOutput, "prefill_stats")
 
 
 class PackedLogprobs:
@@ -61,7 +62,7 @@ class PackedLogprobs:
                         output.kv_transfer_params = (output.kv_transfer_params or {}) | {FIELD: self.rows.pack(tokens.wanted, tokens.rows)}
                     if tokens.late is not None:
                         tokens.late.extend(new)
-                        if output.finish_reason is None and not output.events and output.prefill_stats is None:
+                        if output.finish_reason is None and output.events is output.prefill_stats is output.routed_experts is None:
                             output.new_token_ids, waiting = None, True
                         else:
                             output.new_token_ids = tokens.late[:]

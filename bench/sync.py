@@ -1,11 +1,12 @@
 """From pause to resume: how long a weight sync keeps a server from generating, phase by phase, and beside it vLLM's own sender.
 
-    python bench/sync.py configs/x.py [times=20] [own=true] [any option of the config=value …]
+    python bench/sync.py configs/x.py [times=20] [own=true] [server=running] [any option of the config=value …]
 
-Starts a server of the config unless one answers, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works
-with every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl; for nccl on GPUs the server gets the second. With
+Starts a server of the config, syncs changed weights `times` times and prints one JSON object a line, the last with medians. Works with
+every weight_sync_backend, also on a CPU, where shared memory stands in for ipc and gloo for nccl; for nccl on GPUs the server gets the second. With
 own=true the same server (on a GPU, vLLM 0.26 or 0.27) then gets them as often from the sender that vLLM has for trainers. Of ours the first
-gather lies before the pause; gb_per_s is of the transfer phase. After each sync the proof of sync must hold. free_gb is a list, a GPU each.
+gather lies before the pause; gb_per_s is of the transfer phase. After each sync the proof of sync must hold. server=running takes the one that answers, which
+keeps the changed weights. free_gb is the trainer's GPU's.
 """
 import json
 import os
@@ -32,6 +33,9 @@ from shard import shard  # noqa: E402
 from sync import make_sync  # noqa: E402
 from transport import own_address  # noqa: E402
 from weights import announced, gathered, pieces  # noqa: E402
+
+
+OWN = ("times=", "own=", "server=")
 
 
 def ours(sync, version):
@@ -95,8 +99,8 @@ def make_own(policy, dtype, url, backend):
     return send
 
 
-def free_gb():
-    return [round(torch.cuda.mem_get_info(gpu)[0] / 1e9, 2) for gpu in range(torch.cuda.device_count())]
+def free_gb(device):
+    return round(torch.cuda.mem_get_info(device)[0] / 1e9, 2) if device.type == "cuda" else None
 
 
 def milliseconds(seconds):
@@ -105,6 +109,7 @@ def milliseconds(seconds):
 
 def start(config, own):
     argv, environment = server_command(config)
+    assert not answers(config.server_urls[0]), f"something already answers at {config.server_urls[0]}: stop it, or add server=running to send it these weights"
     if own and config.weight_sync_backend == "ipc":
         argv, environment = argv + ["--weight-transfer-config", json.dumps(dict(backend="ipc"))], environment | dict(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     if config.weight_sync_backend == "nccl" and torch.cuda.device_count() > 1:
@@ -115,12 +120,12 @@ def start(config, own):
 
 
 def main(argv):
-    mine = dict(argument.split("=", 1) for argument in argv if argument.startswith(("times=", "own=")))
+    mine = dict(argument.split("=", 1) for argument in argv if argument.startswith(OWN))
     times, own = int(mine.get("times", 20)), mine.get("own") == "true"
-    config = load_config([argument for argument in argv if not argument.startswith(("times=", "own="))])
+    config = load_config([argument for argument in argv if not argument.startswith(OWN)])
     device = torch.device(device_type(config))
     dtype = compute_dtype(config, device)
-    server = None if answers(config.server_urls[0]) else start(config, own)
+    server = None if mine.get("server") == "running" else start(config, own)
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         policy = load_policy(config, device)
@@ -143,10 +148,10 @@ def main(argv):
                 sync.current = [0]
                 proof.scores[version] = proof.policy_scores()
                 assert (problem := proof.problem(version)) is None, problem
-                print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]), free_gb=free_gb())), flush=True)
+                print(json.dumps(dict(sender=name, version=version, **milliseconds(found[-1]), free_gb=free_gb(device))), flush=True)
             medians = {phase: statistics.median(seconds[phase] for seconds in found[1:] or found) for phase in found[-1]}      # the first one sets up
             print(json.dumps(dict(sender=name, syncs=times, bytes=size, **{f"median_{phase}": ms for phase, ms in milliseconds(medians).items()},
-                                  gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=free_gb())), flush=True)
+                                  gb_per_s=round(size / medians["transfer"] / 1e9, 2), free_gb=free_gb(device))), flush=True)
     finally:
         for signal in (15, 9) if server else ():     # one that is left keeps its memory from the next measurement
             try:

@@ -1,4 +1,5 @@
 """Shared by the tests: tiny models, random samples, and the small real model."""
+import ctypes
 import os
 import sys
 import tempfile
@@ -130,6 +131,7 @@ def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 def forked(ranks, work):
     """`work()` on so many ranks of a gloo group, each a fork of this process: they and further groups share the seconds of its imports."""
     def run(rank, store):
+        ctypes.CDLL(None).prctl(1, 9)            # dies with its parent, if that is killed by a test's timeout
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
         work()

@@ -4,6 +4,7 @@ FORWARD: checkpoints are written in the background, and none before that forward
 """
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -62,7 +63,7 @@ def in_background(forward=0, settle=False):
 
 def run(argv):
     """The state when the run saves its model at the end; raises what ends it before."""
-    found, make, save = {}, train.make_optimizer, train.save_model
+    found, make, save, handlers = {}, train.make_optimizer, train.save_model, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def make_optimizer(config, policy):
         found["optimizer"] = make(config, policy)
@@ -76,6 +77,8 @@ def run(argv):
         train.main(argv)
     finally:
         train.make_optimizer, train.save_model = make, save
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
     return found["state"]

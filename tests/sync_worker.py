@@ -1,6 +1,6 @@
 """What several ranks gather, and what they do when a sync fails; of each number of ranks every rank writes OUT.<ranks>.<rank>.json.
 
-    sync_worker.py OUT RANKS...
+    sync_worker.py OUT RANKS        or by torchrun: sync_worker.py OUT
 """
 import json
 import sys
@@ -133,5 +133,10 @@ def work():
 
 
 if __name__ == "__main__":
-    for ranks in sys.argv[2:]:
-        forked(int(ranks), work)
+    if sys.argv[2:]:
+        forked(int(sys.argv[2]), work)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        work()
+        dist.destroy_process_group()

@@ -128,18 +128,22 @@ def test_a_finished_process_may_wait_for_a_slow_trainer_longer_than_the_workers_
         assert made.process.exitcode == 0
 
 
-def test_the_process_dies_with_a_trainer_that_is_killed(tmp_path):
+def test_the_process_dies_with_a_trainer_that_is_killed_even_while_it_starts(tmp_path):
     with FakeServer(long_answer) as server:
         code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom config import load_config\nfrom feed import RolloutFeed\nfrom metrics import Window\n"
-                f"import time\nif __name__ == '__main__':\n    argv = [{written(tmp_path, server)!r}]\n    made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
-                "    made.start(0, 100000)\n    print(made.process.pid, flush=True)\n    time.sleep(600)\n")
+                f"import time\nif __name__ == '__main__':\n    argv = [{written(tmp_path, server)!r}]\n"
+                "    for _ in range(2):\n        made = RolloutFeed(load_config(argv), argv, 8192, Window())\n"
+                "        made.start(0, 100000)\n        print(made.process.pid, flush=True)\n        input()\n")
         (tmp_path / "trainer.py").write_text(code)
-        trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)
-        child = psutil.Process(int(trainer.stdout.readline()))
+        trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        working = psutil.Process(int(trainer.stdout.readline()))
         until(lambda: server.bodies, 300)
+        print(file=trainer.stdin, flush=True)
+        starting = psutil.Process(int(trainer.stdout.readline()))
         trainer.kill()
         trainer.wait()
-        child.wait(timeout=30)
+        working.wait(timeout=30)
+        starting.wait(timeout=3)                 # not after the seconds of its imports
 
 
 def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from conftest import tiny_config, tiny_lm
 
+from config import ConfigError
 from metrics import Window
 from model import Policy
 from sync import Silent
@@ -32,6 +33,9 @@ class Servers:
     def push(self, version, to=(0, 1)):
         for server in to:
             self.held[server], self.says[server] = copy.deepcopy(self.policy.lm), str(version)
+
+    def check_server(self):
+        pass
 
     def weight_version(self, server):
         return self.says[server] if self.tells else None
@@ -161,3 +165,9 @@ def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops
     silent.add(1)
     with pytest.raises(RuntimeError, match="did not answer"):
         proof.check(1, Window())
+
+    def ended():
+        raise ConfigError("the end of its log")
+    sync.check_server = ended
+    with pytest.raises(ConfigError, match="the end of its log"):
+        proof.check(2, Window())

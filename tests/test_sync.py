@@ -212,9 +212,9 @@ def test_an_epoch_trains_every_prompt_once_and_the_last_step_may_be_small(tmp_pa
         assert steps[-1]["epoch"] == 1.0
 
 
-def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, tiny_folder, capsys):
+def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, tiny_folder):
     with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False, model=tiny_folder) as server:
-        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0", capsys=capsys)
+        done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0")
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
 
 

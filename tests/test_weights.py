@@ -23,18 +23,14 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    out = tmp_path_factory.mktemp("sync") / "out"
-    done = subprocess.run([sys.executable, str(WORKER), str(out), "2", "3"], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out
-
-
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, seen):
-    """What each rank saw."""
-    return [json.loads(Path(f"{seen}.{request.param}.{rank}.json").read_text()) for rank in range(request.param)]
+def ranks(request, tmp_path_factory):
+    """What each rank saw: two processes of torchrun's, in which sets have orders of their own, and three forks of one."""
+    out, n = tmp_path_factory.mktemp("sync") / "out", str(request.param)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n, str(WORKER), str(out)] if n == "2" else [str(WORKER), str(out), n]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(Path(f"{out}.{n}.{rank}.json").read_text()) for rank in range(request.param)]
 
 
 def test_ranks_gather_the_unsharded_policys_tensors_bitwise_in_one_order_as_announced(ranks):
