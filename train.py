@@ -299,8 +299,10 @@ def main(argv: list[str]) -> None:
             (Path(config.output_dir) / "config.json").write_text(json.dumps(describe_run(config), indent=2, default=repr))
         train(config, argv, device, rank, world_size, stop)
         dist.destroy_process_group()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ConfigError, torch.OutOfMemoryError) as error:
+        advice = "" if isinstance(error, ConfigError) else ("the GPU is full: lower token_budget, set gradient_checkpointing=True or, where it is shared with a server, lower "
+                                                            "vllm_gpu_memory_utilization; resume_from_checkpoint=True goes on. ")
+        print(f"error: {advice}{error}", file=sys.stderr, flush=True)
         os._exit(2) if dist.is_initialized() and dist.get_world_size() > 1 else sys.exit(2)   # other ranks wait in a collective
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from fake_server import FakeServer, by_seed
 from resume_worker import run as run_here
 from safetensors.torch import load_file
 
+import train
 from metrics import Window
 from model import Policy
 from sync import make_sync
@@ -216,6 +217,16 @@ def test_groups_of_equal_rewards_alone_end_in_a_sentence_and_no_model(tmp_path, 
     with FakeVllm(lambda body: by_seed(body | dict(sampling_params=body["sampling_params"] | dict(seed=0))), keep=False, model=tiny_folder) as server:
         done, steps = run(tmp_path, server, prompts=2, more="num_train_epochs=1.0, rollout_worker_timeout=60.0")
     assert done.returncode == 2 and "nothing was trained" in done.stderr and not steps and not (tmp_path / "run" / "model").exists()
+
+
+def test_a_full_gpu_ends_the_run_with_what_to_change(tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setattr(train, "train", full)
+    (tmp_path / "x.py").write_text("from config import Config\nconfig = Config(model='m', train_dataset=list, reward_funcs=len, use_cpu=True)")
+    assert exit_code([str(tmp_path / "x.py"), f"output_dir={tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the GPU is full: lower token_budget") and said.endswith("Tried to allocate 2.00 GiB.\n")
 
 
 def test_under_a_budget_below_the_prompt_every_sample_is_dropped_with_a_warning_and_the_run_ends_in_a_sentence(tmp_path, tiny_folder, capsys):
