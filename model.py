@@ -173,6 +173,10 @@ def prepare_layers(lm: nn.Module, checkpointing: bool | str, compiled: bool, bro
     where it is `broken`, and a graph broken inside a checkpoint is not compiled at all. "selective" keeps what attention and
     products gave and recomputes the rest.
     """
+    if compiled:
+        from torch._inductor.config import triton        # its heuristic for norms' backward would compile rows below 4096 tokens, and below 5 Mi numbers, once more each
+        triton.mix_order_reduction_non_strict_mode = True
+
     def compile_(forward):
         return torch.compile(forward, dynamic=True, backend=backend or "inductor", mode=mode) if compiled else forward
 

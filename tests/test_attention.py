@@ -481,6 +481,14 @@ def test_compiled_layers_equal_plain_ones_and_are_one_graph_for_rows_of_any_leng
     assert graphs() == (1, 0) and len({len(row.end) for row in later}) > 15
 
 
+def test_inductor_is_told_to_make_no_guard_of_a_rows_length():
+    """Its sizes for the fusion of a norm's two gradients, which only a GPU's code has."""
+    from torch._inductor.config import triton
+    with torch._inductor.config.patch({"triton.mix_order_reduction_non_strict_mode": False}):
+        prepare_layers(tiny_lm(), False, compiled=True)
+        assert triton.mix_order_reduction_non_strict_mode
+
+
 def test_compiled_layers_take_copied_weights_without_compiling_again(graphs):
     plain, compiled = Policy(tiny_lm(), 1.0, "sdpa"), Policy(tiny_lm(), 1.0, "sdpa")
     prepare_layers(compiled.lm, True, compiled=True, backend="eager")
