@@ -278,9 +278,9 @@ class AsyncRolloutLoop:
         return queued + (self.reserved_groups + 1) * per_group <= self.shared.allowance.value
 
     async def _generate_group(self, group_id: int, row_index: int, row: dict) -> None:
-        config, version = self.config, self.shared.version.value
+        config, version, prompt = self.config, self.shared.version.value, json.dumps(row.get("prompt") or [])
         # Every rollout gets its own copy of the prompt: none may see what another appended.
-        prompts = [json.loads(json.dumps(row.get("prompt") or [])) for _ in range(config.num_generations)]
+        prompts = [json.loads(prompt) for _ in range(config.num_generations)]
         self.servers.choose(self.groups_at)
         at = route.get()[0]
         self.groups_at[at] += 1

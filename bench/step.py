@@ -26,7 +26,7 @@ import attention  # noqa: E402
 from flops import cost_of, step_flops  # noqa: E402
 from head import measure  # noqa: E402
 from loss import Objective  # noqa: E402
-from model import Policy, kept_logits, prepare_layers  # noqa: E402
+from model import Policy, attention_shapes, kept_logits, prepare_layers  # noqa: E402
 from packing import Sample, pack_row  # noqa: E402
 from planning import Share  # noqa: E402
 from shard import shard  # noqa: E402
@@ -82,7 +82,7 @@ def make_ours(shape, checkpointing, compiled, backend):
     attention.register()
     lm = make_lm(shape, attention.NAME)
     prepare_layers(lm, checkpointing, compiled)
-    policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda")), keep_logits=kept_logits(checkpointing, lm)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
+    policy = shard(Policy(lm, 1.0, attention.choose_backend(backend, torch.device("cuda"), shapes=attention_shapes(lm)), keep_logits=kept_logits(checkpointing, lm)), dist.init_device_mesh("cuda", (1,)), torch.bfloat16)
     optimizer = adamw(policy)
 
     def step(row):
