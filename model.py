@@ -175,7 +175,8 @@ def prepare_layers(lm: nn.Module, checkpointing: bool | str, compiled: bool, bro
     """
     if compiled:
         from torch._inductor.config import triton        # its heuristic for norms' backward would compile rows below 4096 tokens, and below 5 Mi numbers, once more each
-        triton.mix_order_reduction_non_strict_mode = True
+        if hasattr(triton, "mix_order_reduction_non_strict_mode"):
+            triton.mix_order_reduction_non_strict_mode = True
 
     def compile_(forward):
         return torch.compile(forward, dynamic=True, backend=backend or "inductor", mode=mode) if compiled else forward
