@@ -301,7 +301,7 @@ def main(argv: list[str]) -> None:
         dist.destroy_process_group()
     except (ConfigError, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, ConfigError) else ("the GPU is full: lower token_budget, set gradient_checkpointing=True or, where it is shared with a server, lower "
-                                                            "vllm_gpu_memory_utilization; resume_from_checkpoint=True goes on. ")
+                                                            "vllm_gpu_memory_utilization; resume_from_checkpoint=True goes on from the last checkpoint. ")
         print(f"error: {advice}{error}", file=sys.stderr, flush=True)
         os._exit(2) if dist.is_initialized() and dist.get_world_size() > 1 else sys.exit(2)   # other ranks wait in a collective
     except KeyboardInterrupt:

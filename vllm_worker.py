@@ -68,7 +68,7 @@ class CopyPlan:
             self.sync_kept.append(self.sync_buffer[:self.sync_ends[chunk]].to("cpu", copy=True))
             if chunk == len(self.sync_chunks) - 1:
                 self._learn()
-                torch.cuda.empty_cache()                 # once: what the reload took is the trainer's where both share the GPU; without one it does nothing
+                torch.cuda.empty_cache()                 # once: what the reload took (LOG.md) is the trainer's where both share the GPU; without one it does nothing
 
     def _taken(self, started: float) -> dict:
         if self.device.type == "cuda":

@@ -131,6 +131,7 @@ def main(argv):
         policy = load_policy(config, device)
         shard(policy, dist.init_device_mesh(device.type, (1,)), dtype)
         while not answers(config.server_urls[0]):
+            assert server, f"nothing answers at {config.server_urls[0]}: start a server there, or leave server=running out"
             assert server.poll() is None, f"the server ended: see {config.output_dir}/vllm.log"
             time.sleep(0.5)
         sync = make_sync(config, policy, dtype)

@@ -1,4 +1,4 @@
-"""train.py as a user runs it: a real model, a real vLLM server on this machine, real gradients, and real failures."""
+"""train.py as a user runs it: a real vLLM server on this machine, real gradients of the real model, and real failures (of runs with a tiny one)."""
 import asyncio
 import json
 import os
