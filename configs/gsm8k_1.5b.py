@@ -24,6 +24,6 @@ def problems(split="train"):
 
 config = Config(
     model="Qwen/Qwen2.5-Coder-1.5B-Instruct", train_dataset=problems, reward_funcs=number_match, max_completion_length=512, token_budget=16384,
-    gradient_accumulation_steps=4, learning_rate=5e-6, max_steps=64, max_staleness=2, max_concurrent_rollouts=256, launch_server=True, vllm_server_base_url="http://127.0.0.1:8000",
+    gradient_accumulation_steps=4, learning_rate=5e-6, max_steps=64, max_staleness=2, max_concurrent_rollouts=512, launch_server=True, vllm_server_base_url="http://127.0.0.1:8000",
     vllm_max_model_length=1024, weight_sync_backend="ipc", torch_compile=True,
     eval_dataset=lambda: problems("test")[:100], eval_sampling=dict(temperature=0.0), eval_on_start=True, eval_steps=32)
