@@ -50,8 +50,9 @@ class Run:
     config: dict                         # {} where there is no config.json
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values where it was logged."""
-        pairs = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+        """Steps and values where it was logged; an evaluation's at the step it was asked for."""
+        at = "eval/step" if name.startswith("eval/") else "step"
+        pairs = [(record.get(at, record["step"]), record[name]) for record in self.records if record.get(name) is not None]
         return tuple(np.array(pairs, float).reshape(-1, 2).T)
 
 
@@ -101,7 +102,7 @@ def finish(figure, axes, title: str, label: str):
     axes.set(title=title, xlabel="step", ylabel=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     handles, labels = axes.get_legend_handles_labels()
-    columns = len(labels) if sum(map(len, labels)) + 6 * len(labels) < 80 else 2 if max(map(len, labels)) < 45 else 1
+    columns = len(labels) if sum(map(len, labels)) + 6 * len(labels) < 90 else 2 if max(map(len, labels)) < 45 else 1
     axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns)
     return figure
 
