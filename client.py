@@ -2,8 +2,9 @@
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 
 import aiohttp
@@ -19,6 +20,7 @@ ATTEMPTS = 20            # at one request, while it answers others
 POLL_SECONDS = 5.0       # between two looks at /metrics
 FINAL_ONLY = 2           # vLLM's RequestOutputKind: one output a request, not one a token
 route: ContextVar[list[int]] = ContextVar("route")       # the server of the group that this task belongs to, in a list of one
+arrived: ContextVar[Callable[[], None]] = ContextVar("arrived", default=lambda: None)      # called once a reply of this task's is in, before it is read
 
 
 class Unreachable(Exception):
@@ -43,7 +45,7 @@ class Servers:
         self.tells = [False] * len(urls)                 # whether its replies name the version of their tokens
 
     async def __aenter__(self) -> "Servers":
-        self.asking = [asyncio.Lock() for _ in self.urls]
+        self.asking, self.reading = [asyncio.Lock() for _ in self.urls], asyncio.Lock()
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.config.vllm_server_timeout), connector=aiohttp.TCPConnector(limit=0))
         return self
 
@@ -124,6 +126,7 @@ class Servers:
                     asked |= dict(logprobs=None, extra_args=(sampling.get("extra_args") or {}) | dict(sampler_logprobs=sampling["logprobs"] - 1))
                 reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=asked))
                 if reply is not None:
+                    await self._in_turn()
                     turn = parse_generate(reply, prompt_ids, version)
                     if turn is None:
                         if packed and self.packs[server]:
@@ -140,7 +143,14 @@ class Servers:
             raise Unreachable(f"a broken reply: {error}") from error
         if reply is None:
             raise ConfigError(f"the server at {self.urls[server]} offers neither /inference/v1/generate nor /v1/completions: is it vLLM?")
+        await self._in_turn()
         return parse_completion(reply, prompt_ids, version)
+
+    async def _in_turn(self) -> None:
+        """Of replies that came together one is read in each turn of the event loop: the requests that take their places go out first."""
+        arrived.get()()
+        async with self.reading:
+            await asyncio.sleep(0)
 
     async def _packs(self, server: int) -> bool:
         """Whether the server sends log-probs packed, one array a reply. Asked once: vLLM runs programs of the system for its first such answers."""
@@ -221,7 +231,7 @@ class LoadCap:
 
     def __init__(self, most: int):
         self.most, self.size, self.running, self.finished = most, None, 0, 0
-        self.changed = asyncio.Condition()
+        self.waiting: deque[asyncio.Future] = deque()
 
     @property
     def limit(self) -> int:
@@ -236,14 +246,31 @@ class LoadCap:
             self.size = max(int(self.size * 0.7), 1)
         elif usage < 0.6 and waiting == 0 and self.finished >= self.size:
             self.size, self.finished = min(math.ceil(self.size * 1.25), self.most), 0
+            self.wake()
 
-    async def __aenter__(self) -> None:
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.running < self.limit)
-            self.running += 1
+    @asynccontextmanager
+    async def place(self, left: Callable[[], None] = lambda: None):
+        """A rollout's place, for which it waits its turn. Yields what gives it up before the end. `left` is called once it has none, nor waits for one, any more."""
+        mine, gone = asyncio.get_running_loop().create_future(), False
 
-    async def __aexit__(self, *error) -> None:
-        self.running -= 1
-        self.finished += 1
-        async with self.changed:
-            self.changed.notify_all()
+        def leave():
+            nonlocal gone
+            if not gone:
+                gone = True
+                left()
+                if mine.done() and not mine.cancelled():
+                    self.running, self.finished = self.running - 1, self.finished + 1
+                    self.wake()
+        self.waiting.append(mine)
+        self.wake()
+        try:
+            await mine
+            yield leave
+        finally:
+            leave()
+
+    def wake(self) -> None:
+        while self.waiting and self.running < self.limit:
+            if not (next_ := self.waiting.popleft()).done():
+                self.running += 1
+                next_.set_result(None)

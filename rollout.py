@@ -10,6 +10,7 @@ if multiprocessing.current_process().name == "rollout":     # before all other i
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import asyncio
+import gc
 import inspect
 import itertools
 import json
@@ -20,10 +21,11 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
-from client import LoadCap, Servers, route
+from client import LoadCap, Servers, arrived, route
 from config import Config, ConfigError, load_config
 from data import load_rows, prompt_order
 from environments import EnvironmentPool, public_methods
@@ -86,6 +88,7 @@ class AsyncRolloutLoop:
         self.training = Window()
         self.environments = EnvironmentPool(config.environment_factory, lambda: self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
+        self.rendered = lru_cache(8)(lambda prompt: render(self.tokenizer, json.loads(prompt), config.chat_template_kwargs))      # once for a group
         self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
                                Naming(config.model, shared.adapters, shared.oldest_named))
         self.cap = LoadCap(config.max_concurrent_rollouts)
@@ -110,7 +113,7 @@ class AsyncRolloutLoop:
         turn would not fit the server's context: results nobody would answer are then left out.
         """
         if not tools:
-            turn = await self.generate_one_turn(render(self.tokenizer, prompt, self.config.chat_template_kwargs))
+            turn = await self.generate_one_turn([*self.rendered(json.dumps(prompt))])
             text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
             return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
         chat, by_name, limit = self.chat(tools), {tool.__name__: tool for tool in tools}, self.config.max_tool_calling_iterations
@@ -311,10 +314,12 @@ class AsyncRolloutLoop:
     async def _run_rollout(self, prompt: list[dict], group_id: int, row: dict) -> Rollout | BaseException:
         """The rollout, or what it raised: one that fails is left out of its group and counted. A ConfigError ends the run."""
         try:
-            async with self.cap:
+            async with self.cap.place(self._left) as leave:
                 started = time.monotonic()
+                tools = list(self.config.tools or [])
+                if not tools and not self.environments.factories and type(self).generate_one is AsyncRolloutLoop.generate_one:
+                    arrived.set(leave)               # the one reply is in: its place is free before it is read
                 try:
-                    tools = list(self.config.tools or [])
                     if not self.environments.factories:
                         return await self.generate_one(prompt, tools, group_id)
                     async with self.environments.lend(row, prompt) as env:
@@ -330,8 +335,9 @@ class AsyncRolloutLoop:
             self.metrics.add("rollout/failed_count", 1)
             print(f"a rollout of group {group_id} failed and is left out: {type(error).__name__}: {error}", flush=True)
             return error
-        finally:
-            self.generating -= 1
+
+    def _left(self) -> None:
+        self.generating -= 1
 
     async def _score_forever(self) -> None:
         while True:
@@ -478,6 +484,7 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
     rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
     evaluated = () if config.eval_dataset is None else load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
     loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group, done, evaluated)
+    gc.freeze()                                      # what is loaded by now stays: looking through it at each collection took a sixth of this process's time
     work = asyncio.create_task(loop.run())
     while not work.done():
         if shared.stop.is_set() or not multiprocessing.parent_process().is_alive():

@@ -8,6 +8,7 @@ they cost the server. One JSON object a line; the last holds medians. CPU is tha
 also as they would be without what makes them cheap (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
 """
 import asyncio
+import gc
 import json
 import multiprocessing
 import statistics
@@ -59,6 +60,7 @@ def through_the_loop(config, rows, tokenizer, max_model_len):
         return await post(self, server, path, body)
     client.Servers._post = recording
     loop._may_start = lambda: loop.generating < loop.cap.limit           # the server's speed, not the first group's
+    gc.freeze()                                                          # as the rollout process does
     started, cpu = time.perf_counter(), time.process_time()
     asyncio.run(loop.run())
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu

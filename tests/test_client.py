@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import client
 import pytest
 from aiohttp import web
-from client import LoadCap, Servers
+from client import LoadCap, Servers, arrived
 from conftest import tiny_config
 from fake_server import EOS, FakeServer, as_completion, choice
 
@@ -147,11 +147,13 @@ def test_a_server_that_stays_down_ends_the_run_after_one_deadline(monkeypatch):
 
 def test_an_outage_is_counted_from_the_servers_last_answer_not_from_a_requests_first_failure(monkeypatch):
     """A request that has failed for a while already is not given up because of a pause that others outlast."""
-    clock = [0.0]
+    clock, sleep = [0.0], asyncio.sleep
 
     async def pause(seconds):                                   # between two attempts 20 s pass and another request is answered
-        clock[0] += 20.0
-        await servers.generate([2], SAMPLING)
+        if seconds:
+            clock[0] += 20.0
+            await servers.generate([2], SAMPLING)
+        await sleep(0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(client, "asyncio", SimpleNamespace(**vars(asyncio) | dict(sleep=pause)))
     with FakeServer(faults=dict.fromkeys([0, 2, 4, 6], (503, "busy"))) as server:      # every request but those between, of the others
@@ -414,12 +416,91 @@ def test_a_cap_lets_no_more_run_and_wakes_those_that_wait():
 
         async def rollout():
             nonlocal most
-            async with cap:
+            async with cap.place():
                 most = max(most, cap.running)
                 await asyncio.sleep(0.01)
         await asyncio.gather(*(rollout() for _ in range(9)))
         return most, cap.running, cap.finished
     assert asyncio.run(work()) == (2, 0, 9)
+
+
+def test_a_place_given_up_early_is_another_rollouts_at_once_and_is_counted_once():
+    async def work():
+        cap, order, left = LoadCap(1), [], []
+
+        async def rollout(n):
+            async with cap.place(lambda: left.append(n)) as leave:
+                order.append(n)
+                leave()
+                leave()
+                await asyncio.sleep(0.01 * (3 - n))
+        tasks = [asyncio.create_task(rollout(n)) for n in range(4)]
+        await asyncio.sleep(0.005)
+        begun = list(order)
+        await asyncio.gather(*tasks)
+        return begun, sorted(left), cap.running, cap.finished
+    assert asyncio.run(work()) == ([0, 1, 2, 3], [0, 1, 2, 3], 0, 4)
+
+
+def test_a_rollout_cancelled_while_it_waits_or_as_it_is_let_in_leaves_no_place_taken():
+    async def work():
+        cap, left = LoadCap(1), []
+
+        async def rollout(n):
+            async with cap.place(lambda: left.append(n)):
+                await asyncio.sleep(60)
+        first, second, third = (asyncio.create_task(rollout(n)) for n in range(3))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.sleep(0)
+        assert (cap.running, left) == (1, [1])
+        first.cancel()
+        await asyncio.sleep(0)                                      # its place goes to the third, which is cancelled before it runs
+        assert cap.running == 1
+        third.cancel()
+        await asyncio.gather(first, second, third, return_exceptions=True)
+        return cap.running, sorted(left)
+    assert asyncio.run(work()) == (0, [0, 1, 2])
+
+
+@pytest.mark.parametrize("token_endpoint", [True, False])
+def test_of_replies_that_come_together_all_free_their_places_before_one_is_read_in_each_turn_of_the_loop(token_endpoint, monkeypatch):
+    """Reading 256 takes half a second: the requests that follow would wait for it."""
+    events = []
+    for name, read in (("parse_generate", parse_generate), ("parse_completion", parse_completion)):
+        monkeypatch.setattr(client, name, lambda *arguments, read=read: events.append("read") or read(*arguments))
+    with FakeServer(token_endpoint=token_endpoint) as server:
+        servers, _ = made(server)
+
+        async def turns():
+            while True:
+                events.append("turn")
+                await asyncio.sleep(0)
+
+        async def turn(n):
+            arrived.set(lambda: events.append("free"))
+            await servers.generate([n], SAMPLING)
+
+        async def work():
+            async with servers:
+                await servers.generate([9], SAMPLING)               # knows the server now
+                content, together = body(choice([21, EOS]) if token_endpoint else as_completion(choice([21, EOS]))), asyncio.Event()
+
+                async def post(*_):
+                    await together.wait()
+                    return content
+                monkeypatch.setattr(servers, "_post", post)
+                tasks = [asyncio.create_task(turn(n)) for n in range(6)]
+                await asyncio.sleep(0.05)
+                events.clear()
+                ticking = asyncio.create_task(turns())
+                together.set()
+                await asyncio.gather(*tasks)
+                ticking.cancel()
+        asyncio.run(work())
+    reads = [at for at, event in enumerate(events) if event == "read"]
+    assert events[:reads[0]].count("free") == len(reads) == 6
+    assert all("turn" in events[a:b] for a, b in zip(reads, reads[1:]))
 
 
 def test_watching_sets_the_cap_and_logs_the_load(monkeypatch):

@@ -421,6 +421,27 @@ def test_an_epoch_is_a_pass_over_the_prompts_however_many_samples_a_rollout_fork
     assert len(out.samples) == 144 and out.metrics["rollout/samples_per_rollout"] == 3
 
 
+def test_a_rollout_of_several_turns_keeps_its_place_until_the_last(server):
+    drive(server, rows(3), Forking, max_concurrent_rollouts=1)
+    assert [body["token_ids"][-1] for body in server.bodies] == [5, 6, 7] * 12 and server.most_active() == 1
+
+
+def test_a_prompt_is_rendered_once_for_its_group_and_no_rollout_shares_its_ids(server):
+    class Counting(Tokenizer):
+        rendered = 0
+
+        def apply_chat_template(self, *args, **kwargs):
+            Counting.rendered += 1
+            return super().apply_chat_template(*args, **kwargs)
+
+    class Mutating(AsyncRolloutLoop):
+        async def generate_one_turn(self, prompt_ids):
+            prompt_ids.append(77)
+            return await super().generate_one_turn(prompt_ids)
+    drive(server, rows(5), Mutating, tokenizer=Counting())
+    assert Counting.rendered == 5 and sorted(body["token_ids"] for body in server.bodies) == [[1, 2, 10 + i, 77] for i in range(5) for _ in range(4)]
+
+
 def test_half_an_epoch_generates_half_of_the_prompts_once(server):
     drive(server, rows(6), num_train_epochs=0.5)
     assert sorted(prompts_of(server).values()) == [4, 4, 4]
