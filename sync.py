@@ -1,4 +1,5 @@
 """Weights to the servers. A version number is given out only after a server has confirmed that version."""
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
+PAUSE_SECONDS = 120.0    # a server that takes longer to pause waits for something else: for the broadcast of a trainer that was killed, without end
 
 
 class Silent(RuntimeError):
@@ -34,11 +36,11 @@ class Control:
         self.urls, self.timeout, self.check_server, self.retries = urls, timeout, check_server, 0
         self.patience = [RETRY_SECONDS] * len(urls)
 
-    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False) -> str:
+    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False, within: float = math.inf) -> str:
         """The reply's text. Raises RuntimeError that names the phase and says what the server said."""
         deadline = time.monotonic() + self.patience[server]
         while True:
-            problem, text = self._try(self.urls[server] + path, body, optional)
+            problem, text = self._try(self.urls[server] + path, body, optional, within)
             if problem is not UNREACHABLE or time.monotonic() > deadline:
                 break
             self.check_server()
@@ -48,10 +50,12 @@ class Control:
             raise RuntimeError(f"weight sync failed in its phase '{phase}' at {self.urls[server]} ({problem}).")
         return text
 
-    def _try(self, url: str, body: dict | None, optional: bool) -> tuple[str | None, str]:
+    def _try(self, url: str, body: dict | None, optional: bool, within: float) -> tuple[str | None, str]:
         """(what went wrong, if anything; the reply's text)"""
         try:
-            reply = requests.post(url, json=body, timeout=(5, self.timeout))
+            reply = requests.post(url, json=body, timeout=(5, min(self.timeout, within)))
+        except requests.exceptions.ReadTimeout:
+            return f"no answer in {min(self.timeout, within):.0f} s", ""
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):         # the latter in the middle of a reply
             return UNREACHABLE, ""
         except requests.RequestException as error:
@@ -61,7 +65,7 @@ class Control:
 
     def try_once(self, server: int, path: str, body: dict | None = None) -> bool:
         """For clean-up, where a failure must not hide the error before it."""
-        return self._try(self.urls[server] + path, body, optional=True)[0] is None
+        return self._try(self.urls[server] + path, body, True, PAUSE_SECONDS)[0] is None
 
     def reply(self, server: int, path: str, body: dict | None = None, **params) -> requests.Response:
         """To a POST of `body`, or a GET. Raises Silent when none comes."""
@@ -207,7 +211,7 @@ class WeightSync:
     def _pause(self, server: int) -> None:
         """Requests stay in the server and go on after the resume. One that cannot pause still has all of its old weights, and may serve on."""
         try:
-            self.control.post(server, "pause", "/pause?mode=keep")
+            self.control.post(server, "pause", "/pause?mode=keep", within=PAUSE_SECONDS)
         except RuntimeError:
             self.control.try_once(server, "/resume")
             raise

@@ -109,7 +109,7 @@ class Faulty:
 def fail(policy, phase):
     transport, asked = Faulty(policy, phase), []
 
-    def post(server, name, path, body=None, optional=False):
+    def post(server, name, path, body=None, optional=False, within=None):
         asked.append(path)
         if name == phase:
             raise RuntimeError(f"weight sync failed in its phase '{name}'")

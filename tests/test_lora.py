@@ -140,7 +140,7 @@ class LoraServer:
     def __init__(self):
         self.loaded, self.most, self.wrong = set(), 0, []
 
-    def post(self, server, phase, path, body=None, optional=False):
+    def post(self, server, phase, path, body=None, optional=False, within=None):
         if "unload" in path:
             self.loaded.discard(body["lora_name"])
         elif "load" in path:

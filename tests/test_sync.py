@@ -1,4 +1,5 @@
 """Weights to the server, in the right order, bit for bit, or an error that names the phase; and a run against a server that records."""
+import asyncio
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from fake_server import FakeServer, by_seed
 from resume_worker import run as run_here
 from safetensors.torch import load_file
 
+import sync
 import train
 from metrics import Window
 from model import Policy
@@ -25,10 +27,10 @@ from weights import gathered_weights
 class FakeVllm(FakeServer):
     """The endpoints that training needs; `calls` in order, weights as they lay on disk when told to reload, `failing` paths answer 500."""
 
-    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model="", length=128):
+    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model="", length=128, hanging=()):
         super().__init__(answer)
         self.model, self.length = model, length
-        self.calls, self.received, self.failing, self.missing, self.keep = [], [], failing, missing, keep
+        self.calls, self.received, self.failing, self.missing, self.keep, self.hanging = [], [], failing, missing, keep, hanging
 
     async def _generate(self, request):
         self.calls.append("generate")
@@ -37,6 +39,8 @@ class FakeVllm(FakeServer):
     async def _control(self, request):
         path = request.path
         self.calls.append(path + ("?" + request.query_string if request.query_string else ""))
+        if path in self.hanging:
+            await asyncio.sleep(30)
         if path in self.failing or path in self.missing:
             return web.Response(status=500 if path in self.failing else 404, text="no memory left")
         if path == "/collective_rpc":
@@ -123,6 +127,17 @@ def test_a_failing_phase_is_an_error_that_names_it_and_the_servers_words(tmp_pat
             assert server.calls[-1] == "/resume", "it has all of its old weights and may serve on"
         else:
             assert server.calls[-1].startswith(path), "nothing is asked of a server whose update failed, so it stays paused"
+
+
+def test_a_server_that_does_not_pause_in_time_ends_the_sync_long_before_the_servers_timeout(tmp_path, group, monkeypatch):
+    """One that waits in the broadcast of a killed trainer answers /health as ever."""
+    monkeypatch.setattr(sync, "PAUSE_SECONDS", 0.3)
+    with FakeVllm(hanging=("/pause", "/resume")) as server:
+        weights = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="phase 'pause' at .*no answer in 0 s.*start the run again, or the server"):
+            weights.push(1, Window())
+        assert time.monotonic() - started < 20 and "/collective_rpc" not in server.calls
 
 
 def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, group):
