@@ -1,20 +1,23 @@
 """Tokens a second through the rollout loop, beside a bare load generator that sends the same requests and parses nothing.
 
-    python bench/rollout.py configs/x.py [groups=8] [repeats=3] [levers=true] [api_servers=1] [any option of the config=value …]
+    python bench/rollout.py configs/x.py [groups=8] [repeats=3] [levers=true] [api_servers=1] [server=virtual] [any option of the config=value …]
 
 Starts the config's server unless one answers. Each repeat runs the whole loop (generation, parsing, scoring, samples pickled into a
 queue that another process empties), then replays its very requests with a plain HTTP client, then once more without log-probs: what
 they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone. levers=true replays them
 also as they would be without what makes them cheap (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
+server=virtual: beside virtual_server.py, which takes a GPU's time for a step; only the loop over the bare client means something then.
 """
 import asyncio
 import gc
 import json
 import multiprocessing
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlparse
 
 import aiohttp
 import requests
@@ -112,7 +115,7 @@ def set_api_servers(processes):
 
 
 def main(argv):
-    own = dict(argument.split("=") for argument in argv[1:] if argument.split("=")[0] in ("groups", "repeats", "levers", "api_servers"))
+    own = dict(argument.split("=") for argument in argv[1:] if argument.split("=")[0] in ("groups", "repeats", "levers", "api_servers", "server"))
     rest = [argument for argument in argv[1:] if argument.split("=")[0] not in own]
     groups, repeats = int(own.get("groups", 8)), int(own.get("repeats", 3))
     config = load_config([argv[0], *rest, "launch_server=false"])
@@ -121,15 +124,21 @@ def main(argv):
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     if "api_servers" in own:
         set_api_servers(own["api_servers"])
-    server = None if answers(config.server_urls[0]) else Server(config)
-    try:
+    url, virtual = config.server_urls[0], own.get("server") == "virtual"
+    if virtual:
+        server = subprocess.Popen([sys.executable, Path(__file__).with_name("virtual_server.py"), str(urlparse(url).port)])
+        while not answers(url):
+            time.sleep(0.1)
+    else:
+        server = None if answers(url) else Server(config)
         wait_for_server(config, server)
-        bodies, tokens = run(config, rows, repeats, check_server(config, config.server_urls[0]))
+    try:
+        bodies, tokens = run(config, rows, repeats, config.vllm_max_model_length if virtual else check_server(config, url))
         if own.get("levers") == "true":
             levers(config, bodies, tokens)
     finally:
         if server:
-            server.stop()
+            server.terminate() if virtual else server.stop()
 
 
 def run(config, rows, repeats, max_model_len):
