@@ -23,6 +23,7 @@ class Policy(nn.Module):
 
     def __init__(self, lm: nn.Module, temperature: float, backend: str, aux_loss_coef: float = 0.0, keep_logits: int = 0):
         super().__init__()
+        deltanet.install(lm)
         self.lm, self.temperature, self.backend, self.keep_logits = lm, temperature, backend, keep_logits
         self.compute_weights = nullcontext()     # entered around forward and backward
         text = lm.config.get_text_config()
@@ -97,7 +98,6 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     refuse_unsupported(config.model, lm)
     nn.ParameterList(outside_text(lm)).requires_grad_(False)
     peft_config = config.peft_config and add_adapters(lm, config.peft_config)
-    deltanet.install(lm)
     lm.eval()                                # no dropout, no router noise: the server has none
     try:
         backend = attention.choose_backend(config.attention_backend, device, compute_dtype(config, device),

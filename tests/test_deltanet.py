@@ -43,9 +43,7 @@ def tiny_hybrid(family, dtype=torch.float32, seed=0, **changes):
 
 
 def hybrid_policy(family, **changes):
-    policy = Policy(tiny_hybrid(family, **changes), 0.8, "sdpa").train()
-    install(policy.lm)
-    return policy
+    return Policy(tiny_hybrid(family, **changes), 0.8, "sdpa").train()
 
 
 def weighted_gradients(policy, logprobs):

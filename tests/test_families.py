@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-import deltanet
 from config import ConfigError
 from model import Policy, attention_shapes, check_packing, load_policy, refuse_unsupported
 from packing import pack_row
@@ -52,7 +51,6 @@ def tiny_family(family, **changes):
         if name.endswith("A_log"):
             parameter.data.uniform_(0.01, 0.4).log_()
     refuse_unsupported(family, lm)
-    deltanet.install(lm)
     return lm
 
 
