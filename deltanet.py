@@ -108,16 +108,16 @@ class Permute(torch.autograd.Function):
 
 
 def tree_conv(x: Tensor, weight: Tensor, heads: Tensor, sources: Tensor, slots: Tensor) -> Tensor:
-    """silu of the causal depthwise convolution over each token's own predecessors. x (N, C), weight (C, kernel) -> (N, C).
+    """silu of the causal depthwise convolution over each token's own predecessors. x (N, C), weight (C, 1, kernel) -> (N, C).
 
     All tokens are convolved as if one sequence; the heads of segments are then given what their own predecessors yield.
     """
-    wide, last = torch.promote_types(x.dtype, torch.float32), weight.shape[1] - 1
+    wide, last = torch.promote_types(x.dtype, torch.float32), weight.shape[2] - 1
     padded = F.pad(x, (0, 0, last, 0))                                              # (kernel - 1 + N, C)
     # Many branches read the same few tokens: gathered in fp32, so that their gradients are summed in fp32.
     read = F.pad(x.index_select(0, sources).to(wide), (0, 0, 0, 1))                 # (U + 1, C), zeros before a sample's start
     straight = own = 0
-    for k, tap in enumerate(weight.to(wide).flip(1).unbind(1)):                     # tap (C,) weighs the k-th predecessor
+    for k, tap in enumerate(weight[:, 0].to(wide).flip(1).unbind(1)):               # tap (C,) weighs the k-th predecessor
         straight = straight + tap * padded[last - k:last - k + len(x)].to(wide)     # (N, C)
         own = own + tap * read.index_select(0, slots[k])                            # (R, C)
     return F.silu(straight).to(x.dtype).index_copy(0, heads, F.silu(own).to(x.dtype))
@@ -132,7 +132,7 @@ def _compiled_conv():
 def tree_mix(layer: nn.Module, qkv: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> Tensor:
     """Convolution and delta rule. qkv (N, C), log decay g and step β (N, H), in level order -> (N, H, V)."""
     conv = _compiled_conv() if qkv.is_cuda else tree_conv
-    qkv = conv(qkv, layer.conv1d.weight[:, 0], segments.heads, segments.sources, segments.slots)
+    qkv = conv(qkv, layer.conv1d.weight, segments.heads, segments.sources, segments.slots)
     query, key, value = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
     repeats = layer.num_v_heads // layer.num_k_heads
     query, key = (x.unflatten(1, (layer.num_k_heads, -1)).repeat_interleave(repeats, 1) for x in (query, key))   # (N, H, K)
@@ -253,8 +253,8 @@ def tree_forward(self, hidden_states: Tensor, cache_params=None, attention_mask=
     wide = torch.promote_types(a.dtype, torch.float32)
     g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias)          # (N, H)
     core = tree_mix(self, qkv, g, b.sigmoid(), segments)                            # (N, H, V)
-    core = self.norm(core.flatten(0, 1), z.reshape(-1, self.head_v_dim)).view(len(x), -1)
-    out = self.out_proj(core)                                                       # (N, C)
+    core = self.norm(core, z.unflatten(1, (self.num_v_heads, self.head_v_dim)))     # widths the compiler knows: after the break all sizes are symbols
+    out = self.out_proj(core.flatten(1))                                            # (N, C)
     return (out if segments.in_order else Permute.apply(out, segments.inverse, segments.order))[None]
 
 

@@ -1,5 +1,6 @@
 """Gated DeltaNet over a packed row: every token has its own predecessors and its own state, as if its sample were forwarded alone."""
 import copy
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +11,13 @@ from conftest import alone, make_sample, random_group, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 
 import attention
 import deltanet
 from deltanet import Segments, install, torch_delta_rule, tree_conv, tree_delta_rule
-from model import Policy
+from model import Policy, prepare_layers
 from packing import pack_row
 
 CPU = torch.device("cpu")
@@ -147,7 +150,7 @@ def paths_of(row):
 def core(x, weight, g, beta, segments):
     """(N, C) -> (N, 2, 3): 2 heads, keys of 2, values of 3; all in row order."""
     order = segments.order
-    q, k, v = tree_conv(x[order], weight, segments.heads, segments.sources, segments.slots).split([4, 4, 6], -1)
+    q, k, v = tree_conv(x[order], weight[:, None], segments.heads, segments.sources, segments.slots).split([4, 4, 6], -1)
     out = tree_delta_rule(q.view(-1, 2, 2), k.view(-1, 2, 2), v.view(-1, 2, 3), g[order], beta[order], segments.levels)
     return out[segments.inverse]
 
@@ -215,7 +218,7 @@ def test_many_branches_sum_the_gradient_of_their_bf16_prefix_in_fp32():
     n, device = 1001, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     segments = Segments(np.arange(n), np.where(np.arange(n) > 0, 0, -1), n, device)
     x = torch.zeros(n, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
-    out = tree_conv(x, torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.bfloat16, device=device), segments.heads, segments.sources, segments.slots)
+    out = tree_conv(x, torch.tensor([[[0.0, 0.0, 1.0, 0.0]]], dtype=torch.bfloat16, device=device), segments.heads, segments.sources, segments.slots)
     out.sum().backward()
     assert x.grad[0].item() == 500 and x.grad[1:].count_nonzero() == 0         # silu'(0) = 1/2
 
@@ -301,3 +304,36 @@ def test_a_compiled_decoder_layer_leaves_its_graph_once_and_serves_rows_of_any_s
         counts.append(len(graphs))
     assert 2 <= counts[0] <= 4                                                  # before and after, in the mixer and in the layer around it
     assert counts[1] == counts[2] == counts[3]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_hybrids_layers_and_its_convolution_compile_once_for_rows_of_any_structure_and_their_graphs_do_not_grow_with_the_row(checkpointing, monkeypatch):
+    """As inductor's graphs, forward and backward. Traced through a layer of transformers' own, a row of 12,000 tokens took over 200 s."""
+    torch._dynamo.reset()
+    counters.clear()
+    nodes, backend = [], lookup_backend("aot_eager_decomp_partition")
+
+    def counting(graph, inputs):
+        nodes.append(len(graph.graph.nodes))
+        return backend(graph, inputs)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    plain, compiled = (hybrid_policy("qwen3_5", num_hidden_layers=3, layer_types=kinds) for _ in range(2))
+    prepare_layers(compiled.lm, checkpointing, compiled=True, backend=counting)
+    rng = np.random.default_rng(0)
+    warm_up = [shapes()[name] for name in ("shared_prompt", "common_system_prompt")]             # in level order, and not
+    bench = [[s for g in range(3) for s in random_group(rng, g, rng.integers(0, 37, n), 8, 2 * n)] for n in (10, 40, 60)]
+    rows = [pack_row(samples, 16) for samples in (*warm_up, *shapes().values(), *bench)]         # on a GPU, a multiple of 128
+    assert min(len(row.end) for row in rows) == 16 and len(rows[-1].end) > 1000
+    wanted = [(out := plain(tensors_of(row)[0])[0], weighted_gradients(plain, out)) for row in rows]
+    conv = torch.compile(tree_conv, dynamic=True, backend=counting)                              # on a GPU the layers' own
+    monkeypatch.setattr(deltanet, "tree_conv", conv)
+    started, counts = time.perf_counter(), []
+    for row, (logprobs, gradients) in zip(rows, wanted):
+        out = compiled(tensors_of(row)[0])[0]
+        assert (out - logprobs).abs().max() < 1e-4
+        for a, b in zip(weighted_gradients(compiled, out), gradients):
+            assert (a - b).norm() <= 1e-4 * b.norm().clamp(min=1e-3)
+        counts.append(counters["stats"]["unique_graphs"])
+    # The mixer before and after the delta rule, and the same with a permutation; the layer around it before and after; the convolution; full attention.
+    assert set(counts[1:]) == {8} and max(nodes) < 150
+    assert time.perf_counter() - started < 60
