@@ -112,7 +112,7 @@ class Servers:
     def _take_out(self, server: int, problem: str) -> None:
         if server in self.in_use():
             self.lost[server] += 1
-            self.packs[server] = None                    # the one that comes back may be another
+            self.packs[server], self.answered[server] = None, 0.0            # the one that comes back may be another
             print(f"the vLLM server at {self.urls[server]} is taken out ({problem}); it is taken back by the next weight sync that finds it answering.",
                   flush=True)
 
@@ -126,7 +126,7 @@ class Servers:
                     asked |= dict(logprobs=None, extra_args=(sampling.get("extra_args") or {}) | dict(sampler_logprobs=sampling["logprobs"] - 1))
                 reply = await self._post(server, "/inference/v1/generate", dict(model=model, token_ids=prompt_ids, sampling_params=asked))
                 if reply is not None:
-                    await self._in_turn()
+                    await self._in_turn(server)
                     turn = parse_generate(reply, prompt_ids, version)
                     if turn is None:
                         if packed and self.packs[server]:
@@ -139,16 +139,18 @@ class Servers:
             asked = {name: value for name, value in sampling.items() if name not in ("detokenize", "extra_args")}
             asked |= dict(model=model, prompt=prompt_ids, return_tokens_as_token_ids=True, return_token_ids=True)      # two ids can share one string
             reply = await self._post(server, "/v1/completions", asked)
+            if reply is None:
+                raise ConfigError(f"the server at {self.urls[server]} offers neither /inference/v1/generate nor /v1/completions: is it vLLM?")
+            await self._in_turn(server)
+            return parse_completion(reply, prompt_ids, version)
         except msgspec.DecodeError as error:
             raise Unreachable(f"a broken reply: {error}") from error
-        if reply is None:
-            raise ConfigError(f"the server at {self.urls[server]} offers neither /inference/v1/generate nor /v1/completions: is it vLLM?")
-        await self._in_turn()
-        return parse_completion(reply, prompt_ids, version)
 
-    async def _in_turn(self) -> None:
-        """Of replies that came together one is read in each turn of the event loop: the requests that take their places go out first."""
-        arrived.get()()
+    async def _in_turn(self, server: int) -> None:
+        """Of replies that came together one is read in each turn of the event loop: the requests that take their places go out first.
+        A reply that is then refused is asked for again without a place; a server's first ones keep theirs until one was good."""
+        if self.answered[server]:
+            arrived.get()()
         async with self.reading:
             await asyncio.sleep(0)
 

@@ -50,10 +50,10 @@ class Run:
     config: dict                         # {} where there is no config.json
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values where it was logged; an evaluation's at the step it was asked for."""
+        """Steps and values where it was logged, what came after the last step left out; an evaluation's at the step it was asked for."""
         at = "eval/step" if name.startswith("eval/") else "step"
-        pairs = [(record.get(at, record["step"]), record[name]) for record in self.records if record.get(name) is not None]
-        return tuple(np.array(pairs, float).reshape(-1, 2).T)
+        pairs = {record.get(at, record["step"]): record[name] for record in reversed(self.records) if record.get(name) is not None}
+        return tuple(np.array(sorted(pairs.items()), float).reshape(-1, 2).T)
 
 
 def read_run(folder: Path) -> Run:

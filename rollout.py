@@ -88,7 +88,7 @@ class AsyncRolloutLoop:
         self.training = Window()
         self.environments = EnvironmentPool(config.environment_factory, lambda: self.metrics)
         self.chats: dict[tuple, Chat] = {}               # by the tools they show
-        self.rendered = lru_cache(8)(lambda prompt: render(self.tokenizer, json.loads(prompt), config.chat_template_kwargs))      # once for a group
+        self.rendered = lru_cache(8)(lambda prompt: render(self.tokenizer, json.loads(prompt), self.config.chat_template_kwargs))      # once for a group
         self.servers = Servers(config, config.server_urls, shared.lost, shared.restored, lambda: shared.version.value, self.metrics,
                                Naming(config.model, shared.adapters, shared.oldest_named))
         self.cap = LoadCap(config.max_concurrent_rollouts)
@@ -107,7 +107,7 @@ class AsyncRolloutLoop:
         return True
 
     async def generate_one(self, prompt: list[dict], tools: list, group_id: int = 0) -> Rollout:
-        """One full rollout for a prompt: turns, each followed by the tool calls it makes, until one makes none.
+        """One full rollout for a prompt, which is JSON: turns, each followed by the tool calls it makes, until one makes none.
 
         It also ends with a turn that the length limit cut off, after max_tool_calling_iterations turns of calls, and where the next
         turn would not fit the server's context: results nobody would answer are then left out.
@@ -317,8 +317,9 @@ class AsyncRolloutLoop:
             async with self.cap.place(self._left) as leave:
                 started = time.monotonic()
                 tools = list(self.config.tools or [])
-                if not tools and not self.environments.factories and type(self).generate_one is AsyncRolloutLoop.generate_one:
-                    arrived.set(leave)               # the one reply is in: its place is free before it is read
+                own = [getattr(getattr(self, name), "__func__", None) is getattr(AsyncRolloutLoop, name) for name in ("generate_one", "generate_one_turn")]
+                if all(own) and not tools and not self.environments.factories:
+                    arrived.set(leave)               # one request a rollout: its place is free before the reply is read
                 try:
                     if not self.environments.factories:
                         return await self.generate_one(prompt, tools, group_id)
@@ -484,6 +485,7 @@ async def _run_until_stopped(argv: list[str], max_model_len: int, shared: Shared
     rows = load_rows(config.train_dataset, config.train_split, environments=config.environment_factory)
     evaluated = () if config.eval_dataset is None else load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
     loop = (config.loop_cls or AsyncRolloutLoop)(config, rows, tokenizer, eos_token_ids(config, tokenizer), max_model_len, shared, start_group, done, evaluated)
+    gc.collect()
     gc.freeze()                                      # what is loaded by now stays: looking through it at each collection took a sixth of this process's time
     work = asyncio.create_task(loop.run())
     while not work.done():

@@ -17,12 +17,11 @@ from config import Config
 from metrics import Window
 from model import Policy
 from serve import answers
-from transport import Ipc, Nccl
+from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
-PAUSE_SECONDS = 120.0    # a server that takes longer to pause waits for something else: for the broadcast of a trainer that was killed, without end
 
 
 class Silent(RuntimeError):
@@ -63,14 +62,14 @@ class Control:
         done = reply.status_code == 200 and '"success":false' not in reply.text.replace(" ", "")
         return None if done or (optional and reply.status_code == 404) else f"{reply.status_code}: {reply.text[:500]}", reply.text
 
-    def try_once(self, server: int, path: str, body: dict | None = None) -> bool:
+    def try_once(self, server: int, path: str, body: dict | None = None, within: float = math.inf) -> bool:
         """For clean-up, where a failure must not hide the error before it."""
-        return self._try(self.urls[server] + path, body, True, PAUSE_SECONDS)[0] is None
+        return self._try(self.urls[server] + path, body, True, within)[0] is None
 
-    def reply(self, server: int, path: str, body: dict | None = None, **params) -> requests.Response:
+    def reply(self, server: int, path: str, body: dict | None = None, within: float = math.inf, **params) -> requests.Response:
         """To a POST of `body`, or a GET. Raises Silent when none comes."""
         try:
-            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, self.timeout))
+            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, min(self.timeout, within)))
         except requests.RequestException as error:
             raise Silent(f"{self.urls[server]} did not answer {path}: {error}") from error
 
@@ -211,9 +210,9 @@ class WeightSync:
     def _pause(self, server: int) -> None:
         """Requests stay in the server and go on after the resume. One that cannot pause still has all of its old weights, and may serve on."""
         try:
-            self.control.post(server, "pause", "/pause?mode=keep", within=PAUSE_SECONDS)
+            self.control.post(server, "pause", "/pause?mode=keep", within=ENGINE_SECONDS if self.in_use[server] else 10.0)
         except RuntimeError:
-            self.control.try_once(server, "/resume")
+            self.control.try_once(server, "/resume", within=5.0)
             raise
 
     def _finish(self, server: int, version: int) -> None:

@@ -19,6 +19,7 @@ from model import Policy
 from vllm_worker import open_group
 from weights import announced, gathered, pieces
 
+ENGINE_SECONDS = 120.0   # whoever needs only a turn of a server's engine has it sooner, unless the engine waits in the broadcast of a trainer that was killed, without end
 Entry = tuple[str, torch.dtype, tuple[int, ...], int]        # name, dtype, shape, offset in bytes
 
 
@@ -82,8 +83,11 @@ class Nccl:
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
-        ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights")).text.replace(" ", "")
-                    for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
+        try:
+            ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights"), within=ENGINE_SECONDS).text.replace(" ", "")
+                        for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
+        except RuntimeError as error:
+            raise ConfigError(f"weight_sync_backend=nccl: {error}. It may wait in the broadcast of a trainer that was killed: start it again.") from None
         dist.broadcast_object_list(ours, src=0)
         self.by_plan, self.told = ours[0], set()
         self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
@@ -185,7 +189,7 @@ class Nccl:
 
     def _connect(self, server: int) -> None:
         """Both ends of a group must enter at once; ours waits in a thread, so that what the server says is heard."""
-        world = self.control.reply(server, "/get_world_size").json()["world_size"] + 1
+        world = self.control.reply(server, "/get_world_size", within=ENGINE_SECONDS).json()["world_size"] + 1
         address, opened = own_address(self.control.urls[server]), {}
         with socket.socket() as probe:
             probe.bind(("", 0))

@@ -28,7 +28,7 @@ import serve  # noqa: E402
 from config import load_config  # noqa: E402
 from data import load_rows  # noqa: E402
 from model import eos_token_ids, load_tokenizer  # noqa: E402
-from rollout import AsyncRolloutLoop, Shared  # noqa: E402
+from rollout import AsyncRolloutLoop, Shared, _abandon  # noqa: E402
 from serve import Server, answers, check_server, wait_for_server  # noqa: E402
 
 
@@ -43,10 +43,9 @@ class Loop(AsyncRolloutLoop):
 
     tokens = 0
 
-    async def generate_one_turn(self, prompt_ids):
-        turn = await super().generate_one_turn(prompt_ids)
-        self.tokens += len(turn.output_ids)
-        return turn
+    def _record_rollouts(self, rollouts, sequences):
+        super()._record_rollouts(rollouts, sequences)
+        self.tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
 def through_the_loop(config, rows, tokenizer, max_model_len):
@@ -62,13 +61,16 @@ def through_the_loop(config, rows, tokenizer, max_model_len):
         bodies.append((self.urls[server] + path, body))
         return await post(self, server, path, body)
     client.Servers._post = recording
-    loop._may_start = lambda: loop.generating < loop.cap.limit           # the server's speed, not the first group's
+    loop._may_start = lambda: loop.generating < loop.cap.limit           # the server's speed, not that of the first group, which runs alone
+    loop.servers.answered[0] = time.monotonic()
+    gc.collect()
     gc.freeze()                                                          # as the rollout process does
     started, cpu = time.perf_counter(), time.process_time()
     asyncio.run(loop.run())
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     client.Servers._post = post
     drainer.join()
+    _abandon(shared)                                                     # metrics that nobody reads would keep this process from ending
     return loop.tokens, seconds, cpu, bodies
 
 
@@ -125,14 +127,14 @@ def main(argv):
     if "api_servers" in own:
         set_api_servers(own["api_servers"])
     url, virtual = config.server_urls[0], own.get("server") == "virtual"
-    if virtual:
-        server = subprocess.Popen([sys.executable, Path(__file__).with_name("virtual_server.py"), str(urlparse(url).port)])
-        while not answers(url):
-            time.sleep(0.1)
-    else:
-        server = None if answers(url) else Server(config)
-        wait_for_server(config, server)
+    if virtual and (answers(url) or not config.vllm_max_model_length):
+        sys.exit(f"server=virtual needs vllm_max_model_length, and an address where nothing answers: {url}, vllm_server_base_url sets it.")
+    server = subprocess.Popen([sys.executable, Path(__file__).with_name("virtual_server.py"), str(urlparse(url).port)]) if virtual else None if answers(url) else Server(config)
     try:
+        while virtual and not answers(url) and server.poll() is None:
+            time.sleep(0.1)
+        if not virtual:
+            wait_for_server(config, server)
         bodies, tokens = run(config, rows, repeats, config.vllm_max_model_length if virtual else check_server(config, url))
         if own.get("levers") == "true":
             levers(config, bodies, tokens)

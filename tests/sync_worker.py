@@ -113,7 +113,7 @@ def fail(policy, phase):
         asked.append(path)
         if name == phase:
             raise RuntimeError(f"weight sync failed in its phase '{name}'")
-    control = SimpleNamespace(urls=["http://x"], post=post, try_once=lambda server, path: asked.append(path), retries=0, patience=[0])
+    control = SimpleNamespace(urls=["http://x"], post=post, try_once=lambda server, path, within: asked.append(path), retries=0, patience=[0])
     GATHERS[0], started, error = 0, time.monotonic(), None
     try:
         WeightSync(transport, control).push(1, Window())

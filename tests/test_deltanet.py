@@ -1,6 +1,5 @@
 """Gated DeltaNet over a packed row: every token has its own predecessors and its own state, as if its sample were forwarded alone."""
 import copy
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -327,7 +326,7 @@ def test_a_hybrids_layers_and_its_convolution_compile_once_for_rows_of_any_struc
     wanted = [(out := plain(tensors_of(row)[0])[0], weighted_gradients(plain, out)) for row in rows]
     conv = torch.compile(tree_conv, dynamic=True, backend=counting)                              # on a GPU the layers' own
     monkeypatch.setattr(deltanet, "tree_conv", conv)
-    started, counts = time.perf_counter(), []
+    counts = []
     for row, (logprobs, gradients) in zip(rows, wanted):
         out = compiled(tensors_of(row)[0])[0]
         assert (out - logprobs).abs().max() < 1e-4
@@ -336,4 +335,3 @@ def test_a_hybrids_layers_and_its_convolution_compile_once_for_rows_of_any_struc
         counts.append(counters["stats"]["unique_graphs"])
     # The mixer before and after the delta rule, and the same with a permutation; the layer around it before and after; the convolution; full attention.
     assert set(counts[1:]) == {8} and max(nodes) < 150
-    assert time.perf_counter() - started < 60

@@ -68,6 +68,12 @@ def test_the_parts_of_a_step_are_stacked_to_its_wall_time(tmp_path):
     assert tops == [5.0, 6.0, 7.0, 9.0, 10.0]
 
 
+def test_an_evaluation_is_drawn_at_the_step_it_was_asked_for_and_a_step_once():
+    records = [{"step": 40, "reward": 0.5, "eval/step": 32.0, "eval/reward": 0.7}, {"step": 64, "reward": 0.6}, {"step": 64, "reward": 0.1, "eval/step": 64.0, "eval/reward": 0.8}]
+    run = report.Run("run", records, [], {})
+    assert [list(map(list, run.series(name))) for name in ("reward", "eval/reward")] == [[[40, 64], [0.5, 0.6]], [[32, 64], [0.7, 0.8]]]
+
+
 def test_several_runs_share_each_picture_and_are_told_apart(tmp_path):
     runs = [report.read_run(write_run(tmp_path / name, seed=i)) for i, name in enumerate(("first", "second"))]
     axes = report.draw("gradient", runs).axes[0]

@@ -14,6 +14,7 @@ import client
 import rollout
 from config import ConfigError
 from metrics import Window
+from replies import parse_generate
 from rollout import AsyncRolloutLoop, Rollout, Shared
 
 
@@ -424,6 +425,42 @@ def test_an_epoch_is_a_pass_over_the_prompts_however_many_samples_a_rollout_fork
 def test_a_rollout_of_several_turns_keeps_its_place_until_the_last(server):
     drive(server, rows(3), Forking, max_concurrent_rollouts=1)
     assert [body["token_ids"][-1] for body in server.bodies] == [5, 6, 7] * 12 and server.most_active() == 1
+
+
+class Twice(AsyncRolloutLoop):
+    """Keeps the second of two replies."""
+
+    async def generate_one_turn(self, prompt_ids):
+        await super().generate_one_turn(prompt_ids)
+        return await super().generate_one_turn(prompt_ids)
+
+
+class Late(AsyncRolloutLoop):
+    async def setup(self):
+        self.generate_one = self.two
+
+    async def two(self, prompt, tools, group_id=0):
+        await AsyncRolloutLoop.generate_one(self, prompt, tools, group_id)
+        return await AsyncRolloutLoop.generate_one(self, prompt, tools, group_id)
+
+
+@pytest.mark.parametrize("loop_cls", [Twice, Late])
+def test_a_hook_that_asks_twice_stays_within_the_cap(server, loop_cls):
+    drive(server, rows(3), loop_cls, max_concurrent_rollouts=1)
+    assert len(server.bodies) == 24 and server.most_active() == 1
+
+
+@pytest.mark.parametrize("loop_cls,early", [(AsyncRolloutLoop, True), (Twice, False)])
+def test_a_rollout_of_one_request_gives_up_its_place_before_its_reply_is_read_others_at_their_end(server, loop_cls, early, monkeypatch):
+    finished = []
+    monkeypatch.setattr(client, "parse_generate", lambda *arguments: finished.append(loops[0].cap.finished) or parse_generate(*arguments))
+
+    class Watched(loop_cls):
+        async def setup(self):
+            loops.append(self)
+    loops = []
+    drive(server, rows(3), Watched, max_concurrent_rollouts=1)
+    assert finished == ([0, *range(2, 13)] if early else [n for n in range(12) for _ in range(2)])     # the first waits for a server's first good reply
 
 
 def test_a_prompt_is_rendered_once_for_its_group_and_no_rollout_shares_its_ids(server):

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 import sync
 import train
+import transport
+from config import ConfigError
 from metrics import Window
 from model import Policy
 from sync import make_sync
@@ -131,13 +133,19 @@ def test_a_failing_phase_is_an_error_that_names_it_and_the_servers_words(tmp_pat
 
 def test_a_server_that_does_not_pause_in_time_ends_the_sync_long_before_the_servers_timeout(tmp_path, group, monkeypatch):
     """One that waits in the broadcast of a killed trainer answers /health as ever."""
-    monkeypatch.setattr(sync, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(sync, "ENGINE_SECONDS", 0.3)
     with FakeVllm(hanging=("/pause", "/resume")) as server:
         weights = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="phase 'pause' at .*no answer in 0 s.*start the run again, or the server"):
             weights.push(1, Window())
-        assert time.monotonic() - started < 20 and "/collective_rpc" not in server.calls
+        assert time.monotonic() - started < 30 and "/collective_rpc" not in server.calls
+
+
+def test_an_nccl_run_ends_at_its_start_where_a_server_waits_in_another_trainers_broadcast(tmp_path, group, monkeypatch):
+    monkeypatch.setattr(transport, "ENGINE_SECONDS", 0.3)
+    with FakeVllm(hanging=("/collective_rpc",)) as server, pytest.raises(ConfigError, match=f"{server.url} did not answer /collective_rpc.*was killed: start it again"):
+        make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0, weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
 
 
 def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, group):
