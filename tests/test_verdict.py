@@ -98,7 +98,8 @@ def test_the_split_of_gpus_suggested_from_another_trains_within_10_percent_of_th
     sweep = {gpus: run_of(with_servers(base, gpus)) for gpus in range(2, GPUS, 2)}
     best = max(speed for _, _, speed in sweep.values())
     for now, (_, verdicts, speed) in list(sweep.items())[::2]:
-        suggested = balanced_split(verdicts[-1], now, GPUS - now)
+        last = next(one for one in verdicts[:-11:-1] if "verdict/server_ratio" in one)       # at a split near the best some windows ask for a larger max_staleness instead
+        suggested = balanced_split(last, now, GPUS - now)
         after = run_of(with_servers(base, suggested))[2]
         assert after >= 0.9 * best and (speed < 0.6 * best or 2 < now < 14), (now, suggested, speed / best, after / best)
 
