@@ -4,8 +4,11 @@
 
 Starts the config's server unless one answers. Each repeat runs the whole loop (generation, parsing, scoring, samples pickled into a
 queue that another process empties), then replays its very requests with a plain HTTP client, then once more without log-probs: what
-they cost the server. One JSON object a line; the last holds medians. CPU is that of the loop's process alone. levers=true replays them
-also as they would be without what makes them cheap (the same seeds, so as good as the same tokens); api_servers changes the server's processes.
+they cost the server. A replay opens its connections at the times at which the loop opened its own: they decide how requests spread over
+the server's processes, and whether replies of one length end all at once. Tokens/s are from the first request to the last reply; what the
+loop then still has to read and score is its tail, which a run that goes on does while the server works. One JSON object a line; the last
+holds medians. CPU is that of the loop's process alone. levers=true replays them also as they would be without what makes them cheap (the
+same seeds, so as good as the same tokens); api_servers changes the server's processes.
 server=virtual: beside virtual_server.py, which takes a GPU's time for a step; only the loop over the bare client means something then.
 """
 import asyncio
@@ -49,8 +52,8 @@ class Loop(AsyncRolloutLoop):
 
 
 def through_the_loop(config, rows, tokenizer, max_model_len):
-    """(tokens, seconds, CPU seconds, request bodies)"""
-    shared, bodies = Shared.create(len(config.server_urls)), []
+    """What was measured, and [(seconds since the first request, URL, body) of each]"""
+    shared, sent, replied = Shared.create(len(config.server_urls)), [], []
     shared.allowance.value = 1 << 60
     drainer = multiprocessing.get_context("spawn").Process(target=drain, args=(shared.samples, shared.metrics), daemon=True)
     drainer.start()
@@ -58,41 +61,60 @@ def through_the_loop(config, rows, tokenizer, max_model_len):
     post = client.Servers._post
 
     async def recording(self, server, path, body):
-        bodies.append((self.urls[server] + path, body))
-        return await post(self, server, path, body)
+        sent.append((time.perf_counter(), self.urls[server] + path, body))
+        try:
+            return await post(self, server, path, body)
+        finally:
+            replied.append(time.perf_counter())
     client.Servers._post = recording
     loop._may_start = lambda: loop.generating < loop.cap.limit           # the server's speed, not that of the first group, which runs alone
-    loop.servers.answered[0] = time.monotonic()
+    asyncio.run(meet(loop.servers))
     gc.collect()
     gc.freeze()                                                          # as the rollout process does
-    started, cpu = time.perf_counter(), time.process_time()
+    cpu = time.process_time()
     asyncio.run(loop.run())
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    cpu, tail = time.process_time() - cpu, time.perf_counter() - max(replied)
     client.Servers._post = post
     drainer.join()
     _abandon(shared)                                                     # metrics that nobody reads would keep this process from ending
-    return loop.tokens, seconds, cpu, bodies
+    seconds = max(replied) - sent[0][0]
+    return (dict(tokens=loop.tokens, seconds=seconds, tail=tail, cpu=cpu, in_flight=(sum(replied) - sum(at for at, _, _ in sent)) / seconds),
+            [(at - sent[0][0], url, body) for at, url, body in sent])
+
+
+async def meet(servers):
+    """What the loop asks a server once in a run; a server's first answer takes seconds."""
+    async with servers:
+        await servers._packs(0)
+    servers.answered[0] = time.monotonic()
 
 
 async def replay(bodies, concurrency):
-    """Seconds for the same requests with nothing parsed."""
+    """(seconds for the same requests with nothing parsed, mean bytes of a reply, mean number of requests in flight)"""
     slots = asyncio.Semaphore(concurrency)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)) as session:
-        async def send(url, body):
-            async with slots, session.post(url, json=body) as reply:
-                size.append(len(await reply.read()))
+        async def send(number, at, url, body):
+            async with slots:
+                if number < concurrency:
+                    await asyncio.sleep(started + at - time.perf_counter())
+                begun = time.perf_counter()
+                async with session.post(url, json=body) as reply:
+                    size.append(len(await reply.read()))
+                latency.append(time.perf_counter() - begun)
         size: list[int] = []
+        latency: list[float] = []
         started = time.perf_counter()
-        await asyncio.gather(*(send(url, body) for url, body in bodies))
-        return time.perf_counter() - started, statistics.mean(size)
+        await asyncio.gather(*(send(number, *request) for number, request in enumerate(bodies)))
+        seconds = time.perf_counter() - started
+        return seconds, statistics.mean(size), sum(latency) / seconds
 
 
 def changed(bodies, **changes):
-    return [(url, body | (dict(sampling_params=body["sampling_params"] | changes) if "sampling_params" in body else changes)) for url, body in bodies]
+    return [(at, url, body | (dict(sampling_params=body["sampling_params"] | changes) if "sampling_params" in body else changes)) for at, url, body in bodies]
 
 
 def without_logprobs(bodies):
-    return changed(bodies, logprobs=None, **(dict(extra_args=None) if "sampling_params" in bodies[0][1] else {}))
+    return changed(bodies, logprobs=None, **(dict(extra_args=None) if "sampling_params" in bodies[0][2] else {}))
 
 
 def unpacked(bodies, config):
@@ -101,9 +123,9 @@ def unpacked(bodies, config):
 
 
 def as_completions(bodies, **changes):
-    return [(url.replace("/inference/v1/generate", "/v1/completions"),
+    return [(at, url.replace("/inference/v1/generate", "/v1/completions"),
              {name: value for name, value in body["sampling_params"].items() if name not in ("detokenize", "extra_args", "output_kind")}
-             | dict(model=body["model"], prompt=body["token_ids"], return_tokens_as_token_ids=True, return_token_ids=True) | changes) for url, body in bodies]
+             | dict(model=body["model"], prompt=body["token_ids"], return_tokens_as_token_ids=True, return_token_ids=True) | changes) for at, url, body in bodies]
 
 
 def set_api_servers(processes):
@@ -149,14 +171,16 @@ def run(config, rows, repeats, max_model_len):
         def fresh():
             requests.post(config.server_urls[0] + "/reset_prefix_cache", timeout=60)
         fresh()
-        tokens, seconds, cpu, bodies = through_the_loop(config, rows, tokenizer, max_model_len)
+        loop, bodies = through_the_loop(config, rows, tokenizer, max_model_len)
         fresh()
-        bare, size = asyncio.run(replay(bodies, config.max_concurrent_rollouts))
+        bare, size, in_flight = asyncio.run(replay(bodies, config.max_concurrent_rollouts))
         fresh()
-        silent, _ = asyncio.run(replay(without_logprobs(bodies), config.max_concurrent_rollouts))
+        silent, _, _ = asyncio.run(replay(without_logprobs(bodies), config.max_concurrent_rollouts))
+        tokens, seconds = loop["tokens"], loop["seconds"]
         line = dict(bench="rollout", requests=len(bodies), tokens=tokens, loop_tokens_per_s=tokens / seconds, bare_tokens_per_s=tokens / bare,
-                    no_logprobs_tokens_per_s=tokens / silent, over_bare_ratio=bare / seconds, logprobs_ratio=silent / bare,
-                    loop_cpu_ratio=cpu / seconds, loop_cpu_us_per_token=1e6 * cpu / tokens, reply_kb=size / 1e3)
+                    no_logprobs_tokens_per_s=tokens / silent, over_bare_ratio=bare / seconds, with_tail_ratio=bare / (seconds + loop["tail"]), loop_tail_s=loop["tail"],
+                    logprobs_ratio=silent / bare, loop_in_flight=loop["in_flight"], bare_in_flight=in_flight, loop_cpu_ratio=loop["cpu"] / (seconds + loop["tail"]),
+                    loop_cpu_us_per_token=1e6 * loop["cpu"] / tokens, reply_kb=size / 1e3)
         print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}), flush=True)
         lines += [line] if repeat else []
     medians = {key: statistics.median(line[key] for line in lines) for key in lines[0] if not isinstance(lines[0][key], (str, int))}
@@ -166,13 +190,13 @@ def run(config, rows, repeats, max_model_len):
 
 def levers(config, bodies, tokens):
     variants = {"no log-probs": without_logprobs(bodies), "as the loop asks": bodies}
-    if bodies[0][0].endswith("/inference/v1/generate"):
+    if bodies[0][1].endswith("/inference/v1/generate"):
         objects = unpacked(bodies, config)
         variants |= {"not packed": objects, "not packed, an output a token": changed(objects, output_kind=0), "and text": changed(objects, output_kind=0, detokenize=True),
                      "/v1/completions": as_completions(objects), "/v1/completions without log-probs": as_completions(objects, logprobs=None)}
     for name, these in variants.items():
         requests.post(config.server_urls[0] + "/reset_prefix_cache", timeout=60)
-        seconds, size = asyncio.run(replay(these, config.max_concurrent_rollouts))
+        seconds, size, _ = asyncio.run(replay(these, config.max_concurrent_rollouts))
         print(json.dumps(dict(bench="rollout_lever", lever=name, tokens_per_s=round(tokens / seconds), reply_kb=round(size / 1e3, 1))), flush=True)
 
 
