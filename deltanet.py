@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 CHUNK = 64           # tokens whose influence on each other is solved for at once
+COMPILED = ("cuda",)  # devices where the part within chunks is
 
 
 class Level(NamedTuple):
@@ -182,18 +183,54 @@ def fla_kernel(query: Tensor):
 
 @lru_cache(maxsize=64)
 def _chunks(lengths: tuple[int, ...], device: torch.device):
-    """Segments cut into chunks of `size` tokens: the first chunk of each segment, then the second of each that has one, and so on.
+    """Segments cut into chunks of L = CHUNK tokens: the first chunk of each segment, then the second of each that has one, and so on.
 
-    -> size; segments at each step; token at each place of the chunks (T: padding); place of each token.
+    -> segments at each step; (chunks, L) token at each place (T: padding), a chunk of padding added to a single one, for which compiled code
+    would be made anew; place of each token.
     """
     lengths, total = np.array(lengths), sum(lengths)
-    size = min(CHUNK, lengths.max().item())
-    steps = [np.flatnonzero(lengths > begin) for begin in range(0, lengths.max(), size)]
+    steps = [np.flatnonzero(lengths > begin) for begin in range(0, lengths.max(), CHUNK)]
     segment = np.concatenate(steps)[:, None]                                        # (chunks, 1)
-    offset = np.repeat(np.arange(len(steps)), [len(step) for step in steps])[:, None] * size + np.arange(size)   # (chunks, L)
+    offset = np.repeat(np.arange(len(steps)), [len(step) for step in steps])[:, None] * CHUNK + np.arange(CHUNK)   # (chunks, L)
     token = np.where(offset < lengths[segment], (np.cumsum(lengths) - lengths)[segment] + offset, total).ravel()
-    token, place, *steps = _to_device([token, np.argsort(token, kind="stable")[:total], *steps], device)
-    return size, steps, token, place
+    token, place, *steps = _to_device([np.append(token, np.full(CHUNK, total)) if len(token) == CHUNK else token, np.argsort(token, kind="stable")[:total], *steps], device)
+    return steps, token.view(-1, CHUNK), place
+
+
+def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+    """What each chunk gives before it knows the state it starts from: the factors of torch_delta_rule's loop, (chunks, H, L, ...)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+
+    def chunked(x):                                                                 # (T, H, ...) -> (chunks, H, L, ...)
+        return F.pad(x.to(wide), (0, 0) * (x.ndim - 1) + (0, 1)).index_select(0, token.flatten()).unflatten(0, token.shape).transpose(1, 2)
+
+    q, k, v, total, beta = chunked(query), chunked(key), chunked(value), chunked(g).cumsum(-1), chunked(beta)[..., None]   # total: G
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()   # (chunks, H, L, L)
+    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, k * total.exp()[..., None]], -1),
+                                           upper=False, unitriangular=True)
+    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)                     # u = write - erase @ S_0
+    return (write, erase, (q @ k.mT) * decay, q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None],
+            total[..., -1].exp()[..., None, None])
+
+
+@cache
+def _compiled_within_chunks():
+    return torch.compile(_within_chunks, dynamic=False)
+
+
+def _any_length(tensor: Tensor) -> Tensor:
+    """Tokens vary from row to row; heads and widths are for the compiler to know."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def _fused_within_chunks(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Compiled on a GPU: dozens of passes over memory become a few. For a single token it would be compiled anew."""
+    compiled = tensors[0].device.type in COMPILED and len(tensors[0]) > 1
+    return _compiled_within_chunks()(*map(_any_length, tensors)) if compiled else _within_chunks(*tensors)
 
 
 def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...],
@@ -204,25 +241,11 @@ def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     With G the cumulative g of a chunk, S_t = exp(G_t)·S_0 + Σ_{j<=t} exp(G_t - G_j)·k_j u_jᵀ, where u solves the triangular system
     u_t + β_t Σ_{j<t} exp(G_t - G_j) (k_t·k_j) u_j = β_t v_t - β_t exp(G_t)·S_0ᵀ k_t. Padding has β = g = 0 and changes nothing.
     """
-    size, steps, token, place = _chunks(lengths, query.device)
-    wide = torch.promote_types(query.dtype, torch.float32)
-
-    def chunked(x):                                                                 # (T, H, ...) -> (chunks, H, L, ...)
-        return F.pad(x.to(wide), (0, 0) * (x.ndim - 1) + (0, 1)).index_select(0, token).unflatten(0, (-1, size)).transpose(1, 2)
-
-    q, k, v, total, beta = chunked(query), chunked(key), chunked(value), chunked(g).cumsum(-1), chunked(beta)[..., None]   # total: G
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()   # (chunks, H, L, L)
-    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, k * total.exp()[..., None]], -1),
-                                           upper=False, unitriangular=True)
-    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)                     # u = write - erase @ S_0
-    parts = (write, erase, (q @ k.mT) * decay, q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None],
-             total[..., -1].exp()[..., None, None])
-    shape = len(lengths), q.shape[1], q.shape[-1], v.shape[-1]
-    states, outs = q.new_zeros(shape) if initial_state is None else initial_state.to(wide), []
-    for step, write, erase, within, read, keep, left in zip(steps, *(part.split([len(step) for step in steps]) for part in parts)):
+    steps, token, place = _chunks(lengths, query.device)
+    parts = _fused_within_chunks(query, key, value, g, beta, token)
+    shape, sizes = (len(lengths), query.shape[1], query.shape[2], value.shape[2]), [len(step) for step in steps]
+    states, outs = parts[0].new_zeros(shape) if initial_state is None else initial_state.to(parts[0].dtype), []
+    for step, write, erase, within, read, keep, left in zip(steps, *(part.split([*sizes, len(part) - sum(sizes)]) for part in parts)):
         state = states.index_select(0, step)                                        # (A, H, K, V) of the segments that go on
         u = write - erase @ state                                                   # (A, H, L, V)
         outs.append(read @ state + within @ u)
