@@ -183,22 +183,26 @@ def fla_kernel(query: Tensor):
 
 @lru_cache(maxsize=64)
 def _chunks(lengths: tuple[int, ...], device: torch.device):
-    """Segments cut into chunks of L = CHUNK tokens: the first chunk of each segment, then the second of each that has one, and so on.
+    """Segments, the longest first, cut into chunks of L = CHUNK tokens: the first chunk of each, then the second of each that has one, and so on.
 
-    -> segments at each step; (chunks, L) token at each place (T: padding), a chunk of padding added to a single one, for which compiled code
-    would be made anew; place of each token.
+    -> segments at each step, which are the first ones; (chunks, L) token at each place (T: padding), a chunk of padding added to a single one, for
+    which compiled code would be made anew; place of each token; the segments in this order, and back.
     """
     lengths, total = np.array(lengths), sum(lengths)
-    steps = [np.flatnonzero(lengths > begin) for begin in range(0, lengths.max(), CHUNK)]
-    segment = np.concatenate(steps)[:, None]                                        # (chunks, 1)
-    offset = np.repeat(np.arange(len(steps)), [len(step) for step in steps])[:, None] * CHUNK + np.arange(CHUNK)   # (chunks, L)
+    order = np.argsort(-lengths, kind="stable")
+    counts = [int((lengths > begin).sum()) for begin in range(0, lengths.max(), CHUNK)]
+    segment = np.concatenate([order[:count] for count in counts])[:, None]         # (chunks, 1)
+    offset = np.repeat(np.arange(len(counts)), counts)[:, None] * CHUNK + np.arange(CHUNK)      # (chunks, L)
     token = np.where(offset < lengths[segment], (np.cumsum(lengths) - lengths)[segment] + offset, total).ravel()
-    token, place, *steps = _to_device([np.append(token, np.full(CHUNK, total)) if len(token) == CHUNK else token, np.argsort(token, kind="stable")[:total], *steps], device)
-    return steps, token.view(-1, CHUNK), place
+    place = np.argsort(token, kind="stable")[:total]
+    if len(token) == CHUNK:
+        token = np.append(token, np.full(CHUNK, total))
+    token, *moved = _to_device([token, place, order, np.argsort(order)], device)
+    return counts, token.view(-1, CHUNK), *moved
 
 
 def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, token: Tensor) -> tuple[Tensor, ...]:
-    """What each chunk gives before it knows the state it starts from: the factors of torch_delta_rule's loop, (chunks, H, L, ...)."""
+    """What each chunk gives before it knows the state it starts from: the factors of torch_delta_rule's loop, (chunks · H, L, ...)."""
     wide = torch.promote_types(query.dtype, torch.float32)
 
     def chunked(x):                                                                 # (T, H, ...) -> (chunks, H, L, ...)
@@ -209,11 +213,12 @@ def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: T
     q = q * q.shape[-1] ** -0.5
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()   # (chunks, H, L, L)
-    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, k * total.exp()[..., None]], -1),
+    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, -k * total.exp()[..., None]], -1),
                                            upper=False, unitriangular=True)
-    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)                     # u = write - erase @ S_0
-    return (write, erase, (q @ k.mT) * decay, q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None],
-            total[..., -1].exp()[..., None, None])
+    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)                     # u = write + erase @ S_0
+    parts = (write, erase, q * total.exp()[..., None], (q @ k.mT) * decay, (k * (total[..., -1:] - total).exp()[..., None]).mT,
+             total[..., -1].exp()[..., None, None])
+    return tuple(part.flatten(0, 1) for part in parts)
 
 
 @cache
@@ -240,18 +245,23 @@ def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
 
     With G the cumulative g of a chunk, S_t = exp(G_t)·S_0 + Σ_{j<=t} exp(G_t - G_j)·k_j u_jᵀ, where u solves the triangular system
     u_t + β_t Σ_{j<t} exp(G_t - G_j) (k_t·k_j) u_j = β_t v_t - β_t exp(G_t)·S_0ᵀ k_t. Padding has β = g = 0 and changes nothing.
+    The loop starts few kernels: on a GPU the host's time for each of them is what it takes.
     """
-    steps, token, place = _chunks(lengths, query.device)
+    counts, token, place, order, back = _chunks(lengths, query.device)
     parts = _fused_within_chunks(query, key, value, g, beta, token)
-    shape, sizes = (len(lengths), query.shape[1], query.shape[2], value.shape[2]), [len(step) for step in steps]
-    states, outs = parts[0].new_zeros(shape) if initial_state is None else initial_state.to(parts[0].dtype), []
-    for step, write, erase, within, read, keep, left in zip(steps, *(part.split([*sizes, len(part) - sum(sizes)]) for part in parts)):
-        state = states.index_select(0, step)                                        # (A, H, K, V) of the segments that go on
-        u = write - erase @ state                                                   # (A, H, L, V)
-        outs.append(read @ state + within @ u)
-        states = states.index_copy(0, step, left * state + keep.mT @ u)
-    out = torch.cat(outs).transpose(1, 2).flatten(0, 1).index_select(0, place).to(query.dtype)
-    return out, states if output_final_state else None
+    heads, shape = query.shape[1], (len(lengths), query.shape[1], query.shape[2], value.shape[2])
+    states = parts[0].new_zeros(shape) if initial_state is None else initial_state.to(parts[0].dtype).index_select(0, order)
+    states, ended, outs = states.flatten(0, 1), [], []                              # (A · H, K, V) of the A segments that go on
+    sizes = [count * heads for count in counts]
+    for size, write, erase, read, within, keep, left in zip(sizes, *(part.split([*sizes, len(part) - sum(sizes)]) for part in parts)):
+        if size < len(states):
+            states, short = states.split([size, len(states) - size])
+            ended.append(short)
+        u = torch.baddbmm(write, erase, states)                                     # (A · H, L, V)
+        outs.append(torch.baddbmm(torch.bmm(read, states), within, u))
+        states = torch.baddbmm(left * states, keep, u)
+    out = torch.cat(outs).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).index_select(0, place).to(query.dtype)
+    return out, torch.cat([states, *ended[::-1]]).view(shape).index_select(0, back) if output_final_state else None
 
 
 def _project(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
