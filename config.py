@@ -3,13 +3,14 @@
 Names and defaults are those of TRL's `AsyncGRPOConfig`; the last block is this project's own.
 """
 import importlib.util
+import re
 import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from overrides import ConfigError, parse_override
+from overrides import ConfigError, parse_override, unknown_option
 from rules import rules
 
 
@@ -167,11 +168,16 @@ def load_config(argv: list[str]) -> Config:
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that functions of the file can be inspected and pickled
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except TypeError as error:
+        if not (found := re.search(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))):
+            raise
+        raise ConfigError(f"{path}: {unknown_option(Config, found[1])}") from error
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise ConfigError(f"{path} must bind `config = Config(…)`.")
     changes = dict(parse_override(type(config), text) for text in argv[1:])
-    if config.output_dir is None and "output_dir" not in changes:
+    if changes.get("output_dir", config.output_dir) is None:
         changes["output_dir"] = f"runs/{path.stem}"
     return replace(config, **changes)

@@ -1,4 +1,5 @@
 """Prompts: rows with a conversational `prompt` and any other columns, which reach the reward functions by name."""
+import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,17 @@ def load_rows(source, split: str = "train", option: str = "train_dataset", envir
         return [{}]
     origin = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
     if callable(source):
+        try:
+            inspect.signature(source).bind()
+        except TypeError as error:
+            raise ConfigError(f"{option} {origin} is called without arguments ({error}): give each of its parameters a default.") from None
         source = source()
     if source is None:
         raise ConfigError(f"{option} is missing: give a .jsonl path, a `datasets` name, a list of rows, or a callable.")
     if isinstance(source, str):
-        source = _read_jsonl(Path(source)) if source.endswith((".jsonl", ".json")) else _load_dataset(source, split)
+        source = _read_jsonl(Path(source), option) if source.endswith((".jsonl", ".json")) else _load_dataset(source, split, option)
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise ConfigError(f"{option} {origin} has no rows: give a .jsonl path, a `datasets` name, a list of rows, or a callable that returns one.")
     rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
     if len(rows) == 0:
         raise ConfigError(f"{option} {origin} has no rows.")
@@ -32,9 +39,9 @@ def load_rows(source, split: str = "train", option: str = "train_dataset", envir
     return rows
 
 
-def _read_jsonl(path: Path) -> list[dict]:
+def _read_jsonl(path: Path, option: str) -> list[dict]:
     if not path.is_file():
-        raise ConfigError(f"train_dataset {path} is not a file.")
+        raise ConfigError(f"{option} {path} is not a file.")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         try:
@@ -44,12 +51,15 @@ def _read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
-def _load_dataset(name: str, split: str):
+def _load_dataset(name: str, split: str, option: str):
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"train_dataset={name!r} is loaded with the `datasets` package: pip install datasets.") from None
-    return datasets.load_dataset(name, split=split)
+        raise ConfigError(f"{option}={name!r} is loaded with the `datasets` package: pip install datasets.") from None
+    try:
+        return datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}={name!r}, split {split!r}, could not be loaded, give a .jsonl path or the name of a dataset: {str(error).splitlines()[0]}") from error
 
 
 def _environment_problem(row, environments) -> str | None:

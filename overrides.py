@@ -16,9 +16,13 @@ def parse_override(cls: type, text: str) -> tuple[str, object]:
     if not equals:
         raise ConfigError(f"{text!r} is not an override: write key=value.")
     if key not in names:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
-        raise ConfigError(f"unknown option {key!r}" + (f": did you mean {near[0]!r}?" if near else ": see config.py for the list."))
+        raise ConfigError(unknown_option(cls, key))
     return key, _parse_value(key, value, typing.get_type_hints(cls)[key])
+
+
+def unknown_option(cls: type, key: str) -> str:
+    near = difflib.get_close_matches(key, [field.name for field in fields(cls)], n=1, cutoff=0.4)
+    return f"unknown option {key!r}" + (f": did you mean {near[0]!r}?" if near else ": see config.py for the list.")
 
 
 def _parse_value(key: str, text: str, declared) -> object:
@@ -37,7 +41,7 @@ def _parse_value(key: str, text: str, declared) -> object:
             raise ValueError
         return value
     except (KeyError, ValueError, SyntaxError):
-        if kind is typing.Any and key in ("train_dataset", "eval_dataset"):
+        if kind is typing.Any and key in ("train_dataset", "eval_dataset", "tool_parser"):
             return text
         wanted = {typing.Any: "a Python literal (set functions in the config file)"}.get(kind, getattr(kind, "__name__", str(kind)))
         raise ConfigError(f"{key}={text}: the value must be {wanted}.") from None

@@ -1,4 +1,6 @@
 """What the options of a config must satisfy, each with the sentence that says what to change."""
+import math
+import re
 import typing
 from collections.abc import Iterator
 
@@ -21,6 +23,7 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield config.model, "model is missing: set it to a Hugging Face id or a folder."
     rewarded = config.reward_functions or config.environment_factory or config.loop_cls
     yield rewarded, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
+    yield config.tools is None or isinstance(config.tools, (list, tuple)), "tools must be a list of functions: write tools=[f], also for one."
     names = [getattr(tool, "__name__", None) for tool in config.tools or []]
     yield None not in names and len({*names}) == len(names), "tools must be functions, each with a name of its own."
     factories = list(config.environment_factory.values()) if isinstance(config.environment_factory, dict) else [config.environment_factory or list]
@@ -33,6 +36,14 @@ def rules(config) -> Iterator[tuple[object, str]]:
                           weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, eval_num_generations=1, max_staleness=0, top_k=0,
                           verify_sync_steps=0).items():
         yield getattr(config, name) >= low, f"{name}={getattr(config, name)} must be at least {low}."
+    for name, low in dict(learning_rate=0, weight_decay=0, adam_epsilon=0, max_grad_norm=0, warmup_steps=0, epsilon=0, epsilon_high=0, save_total_limit=0,
+                          num_completions_to_print=0, router_aux_loss_coef=0, vllm_max_model_length=1).items():
+        value = getattr(config, name)
+        yield value is None or low <= value < math.inf, f"{name}={value} must be a number of at least {low}."
+    for name in ("ddp_timeout", "rollout_worker_timeout", "vllm_server_timeout"):
+        yield getattr(config, name) > 0, f"{name}={getattr(config, name)} must be above 0, in seconds."
+    yield 0 <= config.adam_beta1 < 1 and 0 <= config.adam_beta2 < 1, f"adam_beta1={config.adam_beta1} and adam_beta2={config.adam_beta2} must be in [0, 1)."
+    yield 0 <= config.seed < 2**32, f"seed={config.seed} must be from 0 to 2**32 - 1."
     yield config.temperature >= 0.01, f"temperature={config.temperature} must be at least 0.01, where vLLM stops scaling."
     yield 0 < config.top_p <= 1, f"top_p={config.top_p} must be in (0, 1]."
     yield config.min_p is None or 0 <= config.min_p <= 1, f"min_p={config.min_p} must be in [0, 1]."
@@ -41,7 +52,14 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield 0 <= low <= 1 <= high, f"vllm_importance_sampling_clip_min={low} and _max={high} must enclose 1, the ratio of an unchanged policy."
     for name, choices in CHOICES.items():
         yield getattr(config, name) in choices, f"{name}={getattr(config, name)!r} must be one of {', '.join(map(str, choices))}."
+    urls = config.vllm_server_base_url if isinstance(config.vllm_server_base_url, list) else [config.vllm_server_base_url]
+    named = urls and all(isinstance(url, str) and re.match("https?://.", url) for url in urls) and all(re.match("https?://.", url) for url in config.server_urls)
+    yield named, f"vllm_server_base_url={config.vllm_server_base_url!r} must name each server like http://localhost:8000."
     yield len(config.server_urls) == 1 or not config.launch_server, "launch_server=True starts one server: set it to False for several, and start them."
+    yield not isinstance(config.peft_config, dict), "peft_config must be a peft.LoraConfig, not a dict."
+    yield config.loop_cls is None or isinstance(config.loop_cls, type), "loop_cls must be a class, a subclass of rollout.AsyncRolloutLoop."
+    yield config.score_centering or not config.centering_tail, "centering_tail=True is a part of score centering: set score_centering=True."
+    yield config.torch_compile or not (config.torch_compile_backend or config.torch_compile_mode), "torch_compile_backend and torch_compile_mode need torch_compile=True."
     yield config.peft_config or not config.vllm_enable_lora, "vllm_enable_lora=True needs adapters to send: set peft_config."
     share = config.vllm_gpu_memory_utilization
     yield share is None or 0 < share < 1, f"vllm_gpu_memory_utilization={share} must be between 0 and 1."

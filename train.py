@@ -57,6 +57,8 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         tokenizer = load_tokenizer(config)
         if rank == 0:
             num_prompts = len(load_rows(config.train_dataset, config.train_split, environments=config.environment_factory))
+            if config.eval_dataset is not None:              # the rollout process loads it, but what is wrong with it shows before a server starts
+                load_rows(config.eval_dataset, "test", "eval_dataset", config.environment_factory)
             hub = Hub(config) if config.push_to_hub else None
             server = Server(config) if config.launch_server else None
         policy = load_policy(config, device)
@@ -240,7 +242,10 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
 def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
     steps = config.max_steps if config.max_steps > 0 else None
     warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (steps or 0))
-    return transformers.get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=config.lr_scheduler_kwargs)
+    try:
+        return transformers.get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=config.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_type={config.lr_scheduler_type!r} does not go with lr_scheduler_kwargs={config.lr_scheduler_kwargs}: {error}") from error
 
 
 def describe_run(config: Config) -> dict:

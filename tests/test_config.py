@@ -119,6 +119,21 @@ def test_a_path_that_is_no_config_is_one_sentence(tmp_path, name, text, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", [FILE.replace("model=", "modle="), FILE + "from dataclasses import replace\nconfig = replace(config, modle=3)"])
+def test_an_unknown_option_in_a_config_file_is_named_with_the_nearest(tmp_path, text):
+    with pytest.raises(ConfigError, match="my_run.py: unknown option 'modle': did you mean 'model'?"):
+        load_config([write(tmp_path, text)])
+
+
+def test_another_error_of_a_config_file_stays_what_it_is(tmp_path):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        load_config([write(tmp_path, "1 + ''")])
+
+
+def test_a_parsers_name_needs_no_quotes(tmp_path):
+    assert load_config([write(tmp_path), "tool_parser=hermes"]).tool_parser == "hermes"
+
+
 def test_no_argument_shows_the_usage():
     with pytest.raises(ConfigError, match="train.py configs/x.py"):
         load_config([])
@@ -147,7 +162,15 @@ def test_no_argument_shows_the_usage():
     (dict(eval_dataset=[], eval_steps=0.5), "eval_steps=0.5"), (dict(replay="rollouts"), "token_budget"),
     (dict(replay="rollouts", token_budget=9, save_rollouts=True), "save_rollouts"),
     (dict(lr_scheduler_type="linear"), "lr_scheduler_type='linear'"), (dict(warmup_steps=3), "warmup_steps"),
-    (dict(warmup_steps=0.1, lr_scheduler_type="constant_with_warmup"), "warmup_steps below 1")])
+    (dict(warmup_steps=0.1, lr_scheduler_type="constant_with_warmup"), "warmup_steps below 1"),
+    *((dict([pair]), "{}={}".format(*pair)) for pair in dict(
+        learning_rate=-1.0, weight_decay=-0.1, adam_epsilon=-1.0, max_grad_norm=-1.0, warmup_steps=-1, epsilon=-0.2, epsilon_high=-1.0, save_total_limit=-1,
+        num_completions_to_print=-1, router_aux_loss_coef=-1.0, vllm_max_model_length=0, ddp_timeout=0, rollout_worker_timeout=-1.0, vllm_server_timeout=0.0,
+        adam_beta1=1.0, adam_beta2=-0.1, seed=-1).items()),
+    (dict(learning_rate=float("inf")), "learning_rate=inf"), (dict(learning_rate=float("nan")), "learning_rate=nan"),
+    *((dict(vllm_server_base_url=url), "http://") for url in ("localhost:8000", "http://a:1,b:2", [], [8000], ["http://"], "")),
+    (dict(tools=len), "tools=[f]"), (dict(tools=5), "tools=[f]"), (dict(peft_config=dict(r=8)), "peft.LoraConfig"), (dict(loop_cls=5), "loop_cls"),
+    (dict(centering_tail=True, score_centering=False), "score_centering=True"), (dict(torch_compile_mode="default"), "torch_compile=True")])
 def test_a_broken_constraint_is_a_sentence_that_names_the_option(changes, named):
     with pytest.raises(ConfigError) as caught:
         tiny_config(**changes)
@@ -157,7 +180,8 @@ def test_a_broken_constraint_is_a_sentence_that_names_the_option(changes, named)
 @pytest.mark.parametrize("changes", [
     dict(top_p=0.9, top_k=50), dict(min_p=0.0), dict(temperature=0.01), dict(max_staleness=0), dict(num_train_epochs=0.5),
     dict(num_train_epochs=0, max_steps=5), dict(save_steps=0.1, max_steps=5), dict(eval_dataset=[], eval_steps=1), dict(lr_scheduler_type="linear", max_steps=5, warmup_steps=0.1),
-    dict(vllm_importance_sampling_clip_min=1.0, vllm_importance_sampling_clip_max=1.0)])
+    dict(vllm_importance_sampling_clip_min=1.0, vllm_importance_sampling_clip_max=1.0), dict(max_grad_norm=0.0), dict(learning_rate=0.0), dict(save_total_limit=0),
+    dict(tools=[]), dict(vllm_server_base_url=["http://a:1", "https://b"])])
 def test_the_edge_of_a_constraint_is_allowed(changes):
     assert all(getattr(tiny_config(**changes), name) == value for name, value in changes.items())
 
@@ -190,6 +214,7 @@ def test_functions_of_a_config_file_can_be_inspected_and_pickled(tmp_path):
 
 def test_output_goes_to_runs_and_the_name_of_the_file_unless_said_otherwise(tmp_path):
     assert load_config([write(tmp_path)]).output_dir == "runs/my_run"
+    assert load_config([write(tmp_path), "output_dir=none"]).output_dir == "runs/my_run"
     assert load_config([write(tmp_path), "output_dir=elsewhere"]).output_dir == "elsewhere"
     assert load_config([write(tmp_path, FILE.replace('"tiny",', '"tiny", output_dir="kept",'))]).output_dir == "kept"
 

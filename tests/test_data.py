@@ -58,6 +58,7 @@ def no_rows():
     (None, "train_dataset is missing"), ("/nowhere/rows.jsonl", "train_dataset /nowhere/rows.jsonl is not a file."),
     ([], "train_dataset list has no rows"), (no_rows, "train_dataset no_rows has no rows"),
     ([ROWS[0], dict(question=chat("hi"))], "row 1 of train_dataset list: it has no 'prompt' column"),
+    (5, "train_dataset int has no rows"), (lambda split: ROWS, "is called without arguments"), ("/nowhere/folder", "'/nowhere/folder', split 'train', could not be loaded"),
     (["text"], "row 0 of train_dataset list: it has no 'prompt' column"),
     ([dict(prompt="hi")], "row 0 of train_dataset list: its prompt is not a conversation"),
     ([dict(prompt=[])], "not a conversation"), ([dict(prompt=["hi"])], "not a conversation"),
@@ -66,6 +67,12 @@ def test_a_source_that_cannot_be_used_is_one_sentence(source, words):
     with pytest.raises(ConfigError) as caught:
         load_rows(source)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_option_that_is_wrong_is_the_one_that_is_named():
+    for name in ("nofile.jsonl", "/nowhere/folder"):
+        with pytest.raises(ConfigError, match=f"eval_dataset.*{name}"):
+            load_rows(name, "test", "eval_dataset")
 
 
 @pytest.mark.parametrize("line", ['{"prompt": [', "prompt: hello", "{'prompt': 1}"])

@@ -149,3 +149,12 @@ def test_forward_backward_adds_the_scaled_aux_loss_and_reports_it():
         metrics, _, losses[coef] = forward_backward(policy, Objective(), share, torch.device("cpu"))[1].reduce(Objective())
         aux[coef] = metrics["aux_loss"]
     assert losses[0.5] - losses[1e-9] == pytest.approx(0.5 * aux[0.5], rel=1e-4) and aux[0.5] == pytest.approx(aux[1e-9])
+
+
+@pytest.mark.parametrize("changes", [dict(lr_scheduler_type="warmup_stable_decay"), dict(lr_scheduler_type="cosine_with_min_lr"),
+                                     dict(lr_scheduler_type="cosine", lr_scheduler_kwargs=dict(a=1))])
+def test_a_schedule_that_lacks_its_numbers_is_one_sentence(changes):
+    import train
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs"):
+        train.make_scheduler(tiny_config(max_steps=30, **changes), optimizer)
