@@ -3,6 +3,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from config import ConfigError
 from naming import adapter_name
 
+FOLLOWED = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config", "r", "lora_alpha", "use_rslora",
+            "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save", "init_lora_weights", "fan_in_fan_out"}
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)       # that vLLM has buffers for; it serves every rank up to --max-lora-rank
 
 
@@ -27,16 +30,21 @@ def add_adapters(lm: nn.Module, peft_config):
     peft_config = copy.deepcopy(peft_config)                  # PEFT writes into it
     if not isinstance(peft_config, LoraConfig):
         raise ConfigError(f"peft_config is a {type(peft_config).__name__}: use peft.LoraConfig, the only method that is supported.")
-    unsupported = [name for name in ("use_dora", "target_parameters", "lora_bias", "layer_replication") if getattr(peft_config, name)]
-    if unsupported or peft_config.bias != "none" or peft_config.lora_dropout:
-        raise ConfigError(f"peft_config sets {', '.join(unsupported) or 'bias or lora_dropout'}, which is not supported: leave it out.")
+    plain = LoraConfig()
+    unsupported = [f.name for f in fields(peft_config) if f.name not in FOLLOWED and getattr(peft_config, f.name) != getattr(plain, f.name)]
+    if unsupported or peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):        # others change the base weights, which a server keeps
+        raise ConfigError(f"peft_config sets {', '.join(unsupported) or 'init_lora_weights=' + repr(peft_config.init_lora_weights)}, which is not supported: leave it out.")
     refused = {"lm_head", "embed_tokens"}
     targets = [peft_config.target_modules] if isinstance(peft_config.target_modules, str) else peft_config.target_modules or []
     if any(name in target for name in refused for target in targets):
         raise ConfigError("peft_config targets lm_head or embed_tokens, whose adapters are not supported: name them in modules_to_save to train them whole.")
-    if lm.config.get_text_config().tie_word_embeddings and refused & set(peft_config.modules_to_save or ()):
+    head = lm.get_output_embeddings()
+    if lm.get_input_embeddings().weight is head.weight and refused & set(peft_config.modules_to_save or ()):
         raise ConfigError("peft_config.modules_to_save names the head or the embedding of a model that ties them, which would part them: leave it out.")
-    outside = set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(lm.get_output_embeddings().parameters())
+    outside = set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(head.parameters())
+    if outside and "lm_head" in (peft_config.modules_to_save or ()):
+        raise ConfigError("peft_config.modules_to_save names the head of a vision-language model, which lies outside its text model: leave it out.")
+    head.requires_grad_(not outside)                          # PEFT freezes what it is given, which then is the text model alone
     try:
         inject_adapter_in_model(peft_config, lm.get_decoder() if outside else lm)      # a vision tower gets none
     except ValueError as error:

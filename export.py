@@ -1,4 +1,5 @@
 """The model for others: a Hugging Face folder with a card, and the Hub."""
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -38,7 +39,9 @@ def write_model(weights: dict[str, Tensor], policy: Policy, tokenizer, folder: P
         write_adapter(weights, policy.peft_config, folder, policy.lm.config.name_or_path)
     else:
         write_weights(weights, folder)
-        policy.lm.config.save_pretrained(folder)
+        config = copy.deepcopy(policy.lm.config)
+        config.dtype = next(iter(weights.values())).dtype        # of the file, which is not the masters'
+        config.save_pretrained(folder)
         if policy.lm.generation_config is not None:
             policy.lm.generation_config.save_pretrained(folder)
         copy_processor(policy.lm.config, folder)

