@@ -26,7 +26,7 @@ def chat_turn(reply: dict, version: int) -> TurnRecord:
     entries = choice["logprobs"]["content"]
     return TurnRecord(reply["prompt_token_ids"], choice["token_ids"], [_number(entry["logprob"]) for entry in entries],
                       output_sampler_logprobs=[{_id(top): _number(top["logprob"]) for top in entry["top_logprobs"]} for entry in entries],
-                      model_version=version, mean_version=version)
+                      model_version=version, mean_version=version, max_version=version)
 
 
 def _id(entry: dict) -> int:

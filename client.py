@@ -83,7 +83,8 @@ class Servers:
                 problem = "no server has the current weights"
             now, attempts = time.monotonic(), attempts + 1
             failed = now if failed is None or now - started > RETRY_SECONDS else failed      # a reply itself may take longer
-            silent = now + delay > max(failed, self.answered[server]) + RETRY_SECONDS
+            hung = attempts >= 3 and now - started > RETRY_SECONDS and self.answered[server] < started       # time-outs, one after the other, and nobody else got a reply
+            silent = hung or now + delay > max(failed, self.answered[server]) + RETRY_SECONDS
             if others := [i for i in self.in_use() if i != server]:
                 if silent or attempts >= ATTEMPTS:
                     self._take_out(server, problem)
@@ -92,7 +93,7 @@ class Servers:
                     failed, attempts = None, 0
                     continue
             if silent:
-                raise ConfigError(f"the vLLM server at {self.urls[server]} has not answered for {RETRY_SECONDS:.0f} s ({problem}): check that it runs.")
+                raise ConfigError(f"the vLLM server at {self.urls[server]} has not answered for {max(RETRY_SECONDS, now - started):.0f} s ({problem}): check that it runs.")
             if attempts >= ATTEMPTS:
                 raise ConfigError(f"the vLLM server at {self.urls[server]} answers, but failed one request {ATTEMPTS} times ({problem}): see its log.")
             await asyncio.sleep(delay)

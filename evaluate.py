@@ -9,6 +9,7 @@ import json
 import math
 import time
 from contextvars import ContextVar
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 
@@ -39,7 +40,7 @@ async def evaluate(loop, step: int) -> None:
     records = [record for group in groups for record in group.result()]
     if records:
         window.add_all({"model_version_min": min(record["model_version"] for record in records),
-                        "model_version_max": max(math.ceil(record["mean_version"]) for record in records)})
+                        "model_version_max": max(record["max_version"] for record in records)})
     window.add_all({"step": step, "completions_count": len(records), "duration_s": time.monotonic() - started})
     path = Path(loop.config.output_dir) / "eval" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     if not pairs:
         return []
     rollouts = [rollout for _, rollout in pairs]
-    columns = {name: [value] * len(pairs) for name, value in row.items() if name != "prompt"}
+    columns = {name: [deepcopy(value) for _ in pairs] for name, value in row.items() if name != "prompt"}
     names, by_source, rewards = await loop.sum_rewards([prompt for prompt, _ in pairs], [r.completion for r in rollouts], [r.completion_ids for r in rollouts],
                                                        columns, [r.env_reward for r in rollouts], [r.reward for r in rollouts])
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
@@ -71,7 +72,7 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     for k in (k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= len(pairs)):
         window.add(f"pass@{k}", pass_at(k, len(pairs), int((rewards >= 1).sum())))
     return [dict(index=index, prompt=prompt, completion=r.completion, reward=None if math.isnan(reward) else float(reward), length=length,
-                 model_version=min(turn.model_version for turn in r.turns), mean_version=float(np.mean([turn.mean_version for turn in r.turns])))
+                 model_version=min(turn.model_version for turn in r.turns), mean_version=float(np.mean([turn.mean_version for turn in r.turns])), max_version=max(turn.max_version for turn in r.turns))
             for (prompt, r), reward, length in zip(pairs, rewards, lengths)]
 
 

@@ -258,10 +258,10 @@ class RolloutFeed:
     def collect_metrics(self) -> None:
         """Move what the rollout process reported into the window."""
         self._collect_resolved()
-        while True:
+        while self.shared.metrics.qsize():               # not until the pipe is empty: it holds a few reports, and its writer may not have filled it again
             try:
-                values, table = self.shared.metrics.get_nowait()
-            except (queue.Empty, EOFError, OSError):
+                values, table = self.shared.metrics.get(timeout=1)
+            except (queue.Empty, EOFError, OSError):     # the writer was killed
                 break
             self.window.merge(values)
             self.table = table or self.table

@@ -79,7 +79,7 @@ def _pretrained(kind: type, name: str, **options):
 def eos_token_ids(config: Config, tokenizer) -> list[int]:
     """Every token that ends a reply: the tokenizer's and those of the checkpoint's generation config."""
     try:
-        listed = GenerationConfig.from_pretrained(config.model).eos_token_id
+        listed = GenerationConfig.from_pretrained(config.model, revision=(config.model_init_kwargs or {}).get("revision") or "main").eos_token_id
     except OSError:
         listed = None
     listed = [listed] if isinstance(listed, int) else listed or []

@@ -91,7 +91,7 @@ def parse_generate(reply: bytes, prompt_ids: list[int], version: int) -> TurnRec
     told = [(int(span.version), max(span.end - span.start, 1)) for span in choice.weight_versions or [] if span.version.isdigit()]
     spans = told or [(version, 1)]
     return TurnRecord(prompt_ids=prompt_ids, output_ids=choice.token_ids, output_log_probs=logprobs, output_sampler_logprobs=tops,
-                      output_sampling_mask=choice.sampling_mask, model_version=min(v for v, _ in spans), version_told=bool(told),
+                      output_sampling_mask=choice.sampling_mask, model_version=min(v for v, _ in spans), max_version=max(v for v, _ in spans), version_told=bool(told),
                       mean_version=sum(v * n for v, n in spans) / sum(n for _, n in spans))
 
 
@@ -143,7 +143,7 @@ def parse_completion(reply: bytes, prompt_ids: list[int], version: int) -> TurnR
     tops = choice.logprobs.top_logprobs or [{}] * len(choice.token_ids)
     return TurnRecord(prompt_ids=prompt_ids, output_ids=choice.token_ids, output_log_probs=[_number(value) for value in choice.logprobs.token_logprobs],
                       output_sampler_logprobs=[{int(key.removeprefix("token_id:")): _number(value) for key, value in (top or {}).items()} for top in tops],
-                      model_version=version, mean_version=version)
+                      model_version=version, mean_version=version, max_version=version)
 
 
 def _number(value: float | None) -> float | None:

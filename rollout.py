@@ -20,6 +20,8 @@ import sys
 import time
 import traceback
 import uuid
+from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -35,11 +37,13 @@ from naming import Naming
 from packing import Sample
 from recording import RolloutWriter
 from rewards import call_rewards, reward_names
+from rollout_metrics import record_rewards, record_rollouts
 from shared import Shared
-from tools import Chat, TurnRecord, drift, ended, render, run_call, tool_message, turns_to_samples
+from tools import Chat, TurnRecord, render, run_call, tool_message, turns_to_samples
 
 SCORE_QUEUE_SIZE = 16    # groups waiting to be scored before generation is held back
 SCORERS = 16             # groups scored at once, when every reward function is async: a sync one may not be safe in two threads
+RECENT_GROUPS = 16       # over whose rollouts the length of one under way is estimated
 SILENT_GROUPS = 50, 1000         # groups in a row without two different rewards: when to warn, when to stop
 
 
@@ -162,7 +166,7 @@ class AsyncRolloutLoop:
                         max_tokens=min(config.max_completion_length, room), logprobs=logprobs, seed=self.next_seed(),
                         stop_token_ids=self.eos_token_ids, detokenize=False) | changes
         turn = await self.servers.generate(prompt_ids, sampling)
-        if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned:
+        if config.restricted_sampling and turn.output_sampling_mask is None and not self.warned and not changes:
             self.warned = True
             print("warning: the server does not return the candidate sets of top_k, top_p and min_p, so log-probs are normalised over the whole "
                   "vocabulary and every importance ratio is biased: use vLLM >= 0.28 with --return-sampling-mask (python serve.py sets it).", flush=True)
@@ -201,17 +205,17 @@ class AsyncRolloutLoop:
     async def run(self) -> None:
         """Generate until every epoch's prompts are resolved (or for ever with max_steps), then mark the end of the queue."""
         self.score_queue: asyncio.Queue = asyncio.Queue(SCORE_QUEUE_SIZE)
-        async with self.servers:
+        async with self.servers, self._beating():
+            for tools in await self.environments.open(self.config):
+                if tools and not self.config.loop_cls:       # a broken tool or template shows before the first prompt
+                    self.chat(tools)
             try:
-                for tools in await self.environments.open(self.config):
-                    if tools and not self.config.loop_cls:       # a broken tool or template shows before the first prompt
-                        self.chat(tools)
                 await self.setup()
                 async with asyncio.TaskGroup() as tasks:
                     scorers = SCORERS if all(map(inspect.iscoroutinefunction, self.config.reward_functions)) else 1
                     self.scoring = asyncio.Semaphore(scorers)        # evaluation scores too
                     background = [tasks.create_task(work) for work in (
-                        self._beat(), self.servers.watch(self.cap, self.max_model_len), evaluate_when_asked(self), *(self._score_forever() for _ in range(scorers)))]
+                        self.servers.watch(self.cap, self.max_model_len), evaluate_when_asked(self), *(self._score_forever() for _ in range(scorers)))]
                     await self._generate_all(tasks)
                     await self.score_queue.join()
                     self._report([])
@@ -224,6 +228,15 @@ class AsyncRolloutLoop:
                 await self.close()
         self.shared.heartbeat.value = math.inf       # what is left is the trainer's to read
 
+    @asynccontextmanager
+    async def _beating(self):
+        """While entered, hooks that await for long included, the trainer sees that this loop turns."""
+        beat = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beat.cancel()
+
     async def _beat(self) -> None:
         while True:
             self.shared.heartbeat.value = time.monotonic()
@@ -232,7 +245,7 @@ class AsyncRolloutLoop:
 
     async def _generate_all(self, tasks: asyncio.TaskGroup) -> None:
         epochs = math.inf if self.config.max_steps > 0 else self.config.num_train_epochs
-        total = epochs if epochs == math.inf else math.ceil(epochs * len(self.dataset))
+        total = epochs if epochs == math.inf else math.ceil(epochs * len(self.dataset) - 1e-9)
         seed = self.config.seed if self.config.data_seed is None else self.config.data_seed
         admitted, groups = 0, set()
         for group_id, row_index, epoch in prompt_order(len(self.dataset), seed, self.start_group):
@@ -294,7 +307,7 @@ class AsyncRolloutLoop:
             raise RuntimeError(f"every rollout of group {group_id} failed: {type(results[0]).__name__}: {results[0]}") from results[0]
         prompts = [prompt for prompt, result in zip(prompts, results) if isinstance(result, Rollout)]
         rollouts = [result for result in results if isinstance(result, Rollout)]
-        columns = {name: [value] * len(rollouts) for name, value in row.items() if name != "prompt"}
+        columns = {name: [deepcopy(value) for _ in rollouts] for name, value in row.items() if name != "prompt"}      # what a reward function changes is not the dataset's
         sequences = []
         for rollout in rollouts:
             samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)
@@ -322,9 +335,9 @@ class AsyncRolloutLoop:
                     arrived.set(leave)               # one request a rollout: its place is free before the reply is read
                 try:
                     if not self.environments.factories:
-                        return await self.generate_one(prompt, tools, group_id)
+                        return whole(await self.generate_one(prompt, tools, group_id))
                     async with self.environments.lend(row, prompt) as env:
-                        rollout = await self.generate_one(prompt, tools + public_methods(env), group_id)
+                        rollout = whole(await self.generate_one(prompt, tools + public_methods(env), group_id))
                         return replace(rollout, env_reward=await self.environments.reward(env))
                 finally:
                     self.metrics.add("rollout/duration_s", time.monotonic() - started)
@@ -355,9 +368,11 @@ class AsyncRolloutLoop:
         """Sum the rewards, compute advantages, and submit the group's samples unless it carries no signal."""
         names, sources, group.rewards = await self.sum_rewards(group.prompts, group.completions, group.completions_ids, group.reward_kwargs, group.env_rewards, group.rollout_rewards)
         advantages = np.asarray(self.compute_advantages(group), dtype=float)
+        if advantages.shape != group.rewards.shape or not np.isfinite(advantages).all():
+            raise ConfigError(f"compute_advantages returned {advantages.tolist()} for the rewards {group.rewards.tolist()}: return one finite number for each rollout.")
         kept = has_signal(group)
-        self._record_rewards(group, names, sources, kept)
-        self._report([dict(prompt=prompt[-1]["content"], completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
+        record_rewards(self.metrics, group.rewards, scorable(group), [*map(len, group.completions_sequences)], names, sources, kept)
+        self._report([dict(prompt=prompt[-1].get("content"), completion=(completion or [{}])[-1].get("content"), reward=float(reward), advantage=float(advantage))
                       for prompt, completion, reward, advantage in zip(group.prompts, group.completions, group.rewards, advantages)])
         if self.silent_groups < SILENT_GROUPS[1]:        # from there on generation has ended, whatever the groups under way give
             self.silent_groups = 0 if kept else self.silent_groups + 1
@@ -376,6 +391,8 @@ class AsyncRolloutLoop:
 
     async def sum_rewards(self, prompts, completions, completions_ids, columns, env_rewards, own) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names of the sources, what each gave (sources, G), and that summed with the rollouts' own (G,); NaN where none scored."""
+        if any(reward is not None and math.isinf(reward) for reward in own):
+            raise ConfigError(f"generate_one set the rewards {own}: set a finite number, or None for no reward.")
         async with self.scoring:
             by_func = await call_rewards(self.config.reward_functions, prompts, completions, completions_ids, columns)
         owners = sorted({found[0].__name__ for found in env_rewards if found})
@@ -392,46 +409,12 @@ class AsyncRolloutLoop:
               "credited; read a few completions (log_completions=True).", flush=True)
 
     def _record_rollouts(self, rollouts: list[Rollout], sequences: list[list[Sample]]) -> None:
-        """Metrics known once a group is generated; lengths count generated tokens."""
-        lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
-        whole = [bool(r.turns) and ended(r.turns[-1].output_ids, self.eos_token_ids) for r in rollouts]
-        for kind, values in (("", lengths), ("terminated_", [n for n, e in zip(lengths, whole) if e])):
-            for part in ("mean", "min", "max"):
-                self.metrics.add_each(f"completions/{part}_{kind}length", values)
-        self.metrics.add_each("completions/clipped_ratio", [not e for e in whole])
-        seen = [tuple(tuple(turn.output_ids) for turn in r.turns) for r in rollouts]
-        self.metrics.add_each("completions/duplicate_frac", [key in seen[:i] for i, key in enumerate(seen)])
-        self.metrics.add_each("rollout/turns_mean", [len(r.turns) for r in rollouts])
-        self.metrics.add_each("rollout/turns_max", [len(r.turns) for r in rollouts])
-        self.metrics.add_each("rollout/samples_per_rollout", [len(samples) for samples in sequences])
-        drifts = [count for r in rollouts for count in drift(r.turns)]
-        self.metrics.add_each("rollout/fork_frac", [count > 0 for count in drifts])
-        for kind in ("mean", "max"):
-            self.metrics.add_each(f"rollout/drift_tokens_{kind}", drifts)
-        if self.config.tools or self.config.environment_factory:
-            self.metrics.add_each("tools/call_frequency", [r.tool_call_count for r in rollouts])
-            calls = sum(r.tool_call_count for r in rollouts)
-            self.metrics.add("tools/failure_frequency", sum(r.tool_failure_count for r in rollouts) / max(calls, 1), calls)
+        record_rollouts(self.metrics, self.config, self.eos_token_ids, rollouts, sequences)
         self.finished_rollouts += len(rollouts)
         self.finished_tokens += sum(len(sample.input_ids) for samples in sequences for sample in samples)
-        self.generated_tokens += sum(lengths)
-
-    def _record_rewards(self, group: RolloutGroup, names: list[str], by_source: np.ndarray, kept: bool) -> None:
-        for name, values in zip(names, by_source, strict=True):
-            self.metrics.add_each(f"rewards/{name}/mean", values)
-        scored = group.rewards[~np.isnan(group.rewards)]
-        self.metrics.add_each("reward", scored)
-        self.metrics.add("frac_reward_zero_std", float(not kept))
-        if not kept:
-            self.metrics.add_each("reward_dropped", scored)
-            return
-        weights = [len(samples) for samples in group.completions_sequences]         # of the trained samples
-        for reward, weight in zip(group.rewards, weights):
-            self.metrics.add("reward_kept", reward, weight)
-        self.metrics.add("reward_group_std", group.rewards[scorable(group)].std(), sum(weights))
-        for name, values in zip(names, by_source):
-            if not np.isnan(values).all():
-                self.metrics.add(f"rewards/{name}/group_std", np.nanstd(values), sum(weights))
+        if (many := self.finished_rollouts / (RECENT_GROUPS * self.config.num_generations)) > 1:       # the latest count most: lengths change as the policy learns
+            self.finished_rollouts, self.finished_tokens = self.finished_rollouts / many, self.finished_tokens / many
+        self.generated_tokens += sum(len(turn.output_ids) for rollout in rollouts for turn in rollout.turns)
 
     generated_tokens, reported_at, warned = 0, None, False
 
@@ -442,6 +425,12 @@ class AsyncRolloutLoop:
         if self.generated_tokens or not self.reported_at:
             self.generated_tokens, self.reported_at = 0, now
         self.shared.metrics.put((self.metrics.drain(), table if self.config.log_completions else []))
+
+
+def whole(rollout) -> Rollout:
+    if not isinstance(rollout, Rollout):
+        raise ConfigError(f"generate_one returned a {type(rollout).__name__}: return a rollout.Rollout.")
+    return rollout
 
 
 def scorable(group: RolloutGroup) -> np.ndarray:

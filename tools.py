@@ -32,6 +32,7 @@ class TurnRecord:
     output_sampler_logprobs: Sequence[dict[int, float]] | None = None    # sampler's top log-probs by token id
     model_version: int = 0                                               # of the oldest output token
     mean_version: float = 0.0                                            # over the output tokens
+    max_version: int = 0                                                 # of the newest
     version_told: bool = False                                           # by the server, else the one current at the request
 
 

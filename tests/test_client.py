@@ -145,6 +145,15 @@ def test_a_server_that_stays_down_ends_the_run_after_one_deadline(monkeypatch):
         assert time.monotonic() - started < 20 and len(server.bodies) <= 5 * 4    # one layer: 0, 0.25, 0.75 s
 
 
+def test_a_server_that_takes_requests_and_answers_none_is_given_up_after_three_timeouts(monkeypatch):
+    monkeypatch.setattr(client, "RETRY_SECONDS", 1.2)
+    with FakeServer(delay=3600) as server:
+        servers, _ = made(server, vllm_server_timeout=1.3)
+        with pytest.raises(ConfigError, match="has not answered for"):
+            ask(servers)
+        assert len(server.bodies) == 3
+
+
 def test_an_outage_is_counted_from_the_servers_last_answer_not_from_a_requests_first_failure(monkeypatch):
     """A request that has failed for a while already is not given up because of a pause that others outlast."""
     clock, sleep = [0.0], asyncio.sleep

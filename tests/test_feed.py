@@ -60,6 +60,17 @@ def test_every_prompt_of_the_epoch_arrives_once_and_then_the_samples_end(feed):
         assert made.window.result()["completions/mean_length"] == 3.0
 
 
+def test_no_report_is_left_behind_for_one_that_is_still_on_its_way(tmp_path):
+    """The pipe holds a few; as long as its writer has not filled it again, it is empty."""
+    with FakeServer() as server:
+        path = written(tmp_path, server)
+        made = RolloutFeed(load_config([path]), [path], 128, Window())
+    for _ in range(60):
+        made.shared.metrics.put(({"reward": [1.0, 1.0]}, [dict(completion="c" * 20_000)]))
+    made.collect_metrics()
+    assert made.window.values["reward"] == [60.0, 60.0] and made.shared.metrics.qsize() == 0
+
+
 def of_version_zero(body):
     return by_seed(body) | dict(weight_versions=[dict(version="0", start=0, end=3)])
 

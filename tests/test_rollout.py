@@ -2,7 +2,9 @@
 import asyncio
 import queue
 import threading
+import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -520,7 +522,104 @@ def test_hooks_run_once_each_around_the_whole_run(server):
     assert [name for name, _ in calls] == ["setup", "close"]
 
 
+class Told(AsyncRolloutLoop):
+    """Says when its hooks ran, and how old the heartbeat was after a long wait in one."""
+
+    async def setup(self):
+        self.client = "open"
+        await asyncio.sleep(2.0)
+        self.age = time.monotonic() - self.shared.heartbeat.value
+
+    async def close(self):
+        assert self.client == "open"
+
+
+def test_a_hook_that_awaits_for_long_leaves_the_heartbeat_going(server):
+    assert drive(server, rows(1), Told).loop.age < 1.5                       # it beats twice a second
+
+
+def test_where_setup_never_ran_close_does_not_either_and_the_sentence_stays(server):
+    assert "reset" in complaint(server, rows(1), Told, environment_factory=SimpleNamespace, max_steps=1)
+
+
+def returning(what):
+    class Returning(AsyncRolloutLoop):
+        async def generate_one(self, prompt, tools, group_id=0):
+            return what(await super().generate_one(prompt, tools, group_id))
+    return Returning
+
+
+def advantages_of(what):
+    class Own(AsyncRolloutLoop):
+        def compute_advantages(self, group):
+            return what(group)
+    return Own
+
+
+@pytest.mark.parametrize("loop_cls, words", [
+    (returning(lambda rollout: None), "generate_one returned a NoneType"), (returning(lambda rollout: [rollout]), "generate_one returned a list"),
+    (returning(lambda rollout: replace(rollout, reward=float("inf"))), "generate_one set the rewards [inf"),
+    (advantages_of(lambda group: np.full(4, np.nan)), "compute_advantages returned [nan"), (advantages_of(lambda group: group.rewards[:3]), "compute_advantages returned ["),
+    (advantages_of(lambda group: np.full(4, np.inf)), "one finite number for each rollout")])
+def test_what_a_hook_returns_wrongly_is_a_sentence_that_names_the_hook(server, loop_cls, words):
+    assert words in complaint(server, rows(1), loop_cls)
+
+
+def test_a_message_without_content_that_a_hook_appends_to_its_prompt_ends_nothing(server):
+    class Appending(AsyncRolloutLoop):
+        async def generate_one(self, prompt, tools, group_id=0):
+            rollout = await super().generate_one(prompt, tools, group_id)
+            prompt.append(dict(role="assistant", tool_calls=[]))
+            return rollout
+    assert len(drive(server, rows(2), Appending).samples) == 8
+
+
+def test_what_a_reward_function_does_to_a_column_reaches_neither_the_dataset_nor_another_rollout(server):
+    def popping(completion_ids, tests, **columns):
+        assert [len(own) for own in tests] == [2] * 4 and len({id(own) for own in tests}) == 4
+        [own.pop() for own in tests]
+        return [float(ids[0] % 2) for ids in completion_ids]
+    dataset = rows(2, tests=[["a", "b"], ["c", "d"]])
+    assert len(drive(server, dataset, reward_funcs=popping, num_train_epochs=2).groups) == 4
+    assert [row["tests"] for row in dataset] == [["a", "b"], ["c", "d"]]
+
+
+def test_the_length_of_a_rollout_under_way_is_estimated_from_the_latest_ones():
+    loop = AsyncRolloutLoop(tiny_config(num_generations=4), [], Tokenizer(), [EOS], 64, Shared.create())
+
+    def estimate_after(groups, tokens):
+        for _ in range(groups):
+            loop._record_rollouts([Rollout([], [1], [])] * 4, [[SimpleNamespace(input_ids=range(tokens))]] * 4)
+        return loop.finished_tokens / loop.finished_rollouts
+    assert estimate_after(1, 30) == 30 and estimate_after(1, 10) == 20       # at the start every one counts alike
+    assert estimate_after(1000, 10) == pytest.approx(10)
+    assert estimate_after(64, 100) == pytest.approx(100, rel=0.03) and estimate_after(64, 10) == pytest.approx(10, rel=0.3)
+
+
+def test_an_evaluation_without_candidate_sets_does_not_use_up_trainings_warning(capsys):
+    loop = AsyncRolloutLoop(tiny_config(top_k=5), [], Tokenizer(), [EOS], 5000, Shared.create())
+
+    async def generate(prompt_ids, sampling):
+        return SimpleNamespace(output_sampling_mask=None)
+    loop.servers.generate = generate
+
+    async def turns():
+        rollout.evaluating.set((dict(top_k=0), None, None))
+        await loop.generate_one_turn([1])
+        assert "warning" not in capsys.readouterr().out
+        rollout.evaluating.set(({}, None, None))
+        await loop.generate_one_turn([1])
+        assert "warning: the server does not return the candidate sets" in capsys.readouterr().out
+    asyncio.run(turns())
+
+
 # Which prompts
+
+@pytest.mark.parametrize("epochs, prompts, count", [(0.07, 100, 7), (2.2, 10, 22), (1.1, 3, 4)])
+def test_a_share_of_an_epoch_is_rounded_up_but_not_for_an_error_of_rounding(server, epochs, prompts, count):
+    drive(server, rows(prompts), num_train_epochs=epochs, num_generations=2)
+    assert len(server.bodies) == 2 * count
+
 
 class Picky(AsyncRolloutLoop):
     """Rejects the rows in `rejected`."""

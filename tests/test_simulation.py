@@ -380,6 +380,8 @@ class SimulatedLoop(AsyncRolloutLoop):
         super()._record_rollouts(rollouts, sequences)
         for group_id, number in (map(int, one.rollout_id.split()) for one in rollouts):
             self.lengths = [self.lengths[0] + 1, self.lengths[1] + self.scripts[group_id][number].tokens]
+        many = max(self.lengths[0] / (rollout.RECENT_GROUPS * self.config.num_generations), 1)          # the latest count most
+        self.lengths = [number / many for number in self.lengths]
 
     async def _score(self, group):
         await super()._score(group)
