@@ -18,9 +18,12 @@ import torch.distributed as dist
 from conftest import make_sample, tiny_config, tiny_lm
 from fake_server import EOS, FakeServer, choice
 from resume_worker import in_background
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from checkpoint import Checkpoints, Counters
 from config import ConfigError
+from export import save_model
 from feed import Progress, RolloutFeed
 from folders import newest, set_aside
 from metrics import Window
@@ -247,6 +250,18 @@ def test_what_a_kill_in_the_middle_of_saving_leaves_is_cleared_and_never_resumed
     os.rename(tmp_path / "checkpoint-2", tmp_path / "checkpoint-4.partial")
     assert parts(tmp_path, resume_from_checkpoint=True)[3].restore()[0] == Counters()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("masters, dtype", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+def test_the_exported_folder_names_the_dtype_of_its_weights_and_the_policys_config_keeps_its_own(tmp_path, group, masters, dtype):
+    lm = tiny_lm(dtype=masters)
+    lm.config.dtype = masters
+    before = lm.config.to_dict()
+    save_model(Policy(lm, 1.0, "sdpa"), SimpleNamespace(save_pretrained=lambda folder: None), tmp_path / "model", dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {dtype}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == dtype
+    assert lm.config.to_dict() == before and lm.config.dtype == masters and {p.dtype for p in lm.parameters()} == {masters}
 
 
 def files(folder):

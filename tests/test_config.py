@@ -161,6 +161,7 @@ def test_no_argument_shows_the_usage():
     (dict(eval_steps=2), "eval_dataset"), (dict(eval_on_start=True), "eval_dataset"), (dict(eval_num_generations=0), "eval_num_generations=0"),
     (dict(eval_dataset=[], eval_steps=0.5), "eval_steps=0.5"), (dict(replay="rollouts"), "token_budget"),
     (dict(replay="rollouts", token_budget=9, save_rollouts=True), "save_rollouts"),
+    (dict(replay="run/rollouts", token_budget=9, output_dir="run"), "replay=run/rollouts lies in output_dir"), (dict(dtype="float16"), "dtype='float16'"),
     (dict(lr_scheduler_type="linear"), "lr_scheduler_type='linear'"), (dict(warmup_steps=3), "warmup_steps"),
     (dict(warmup_steps=0.1, lr_scheduler_type="constant_with_warmup"), "warmup_steps below 1"),
     *((dict([pair]), "{}={}".format(*pair)) for pair in dict(
@@ -181,7 +182,7 @@ def test_a_broken_constraint_is_a_sentence_that_names_the_option(changes, named)
     dict(top_p=0.9, top_k=50), dict(min_p=0.0), dict(temperature=0.01), dict(max_staleness=0), dict(num_train_epochs=0.5),
     dict(num_train_epochs=0, max_steps=5), dict(save_steps=0.1, max_steps=5), dict(eval_dataset=[], eval_steps=1), dict(lr_scheduler_type="linear", max_steps=5, warmup_steps=0.1),
     dict(vllm_importance_sampling_clip_min=1.0, vllm_importance_sampling_clip_max=1.0), dict(max_grad_norm=0.0), dict(learning_rate=0.0), dict(save_total_limit=0),
-    dict(tools=[]), dict(vllm_server_base_url=["http://a:1", "https://b"])])
+    dict(replay="run/rollouts", token_budget=9, output_dir="run/again"), dict(dtype="float16", fp16=True), dict(tools=[]), dict(vllm_server_base_url=["http://a:1", "https://b"])])
 def test_the_edge_of_a_constraint_is_allowed(changes):
     assert all(getattr(tiny_config(**changes), name) == value for name, value in changes.items())
 

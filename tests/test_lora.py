@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import make_sample, tensors_of, tiny_config, tiny_lm, tiny_lora
 
-from adapters import Adapters, add_adapters, check_adapter_server, peft_state, served_rank, write_adapter
+from adapters import Adapters, add_adapters, base_name, check_adapter_server, peft_state, served_rank, write_adapter
 from config import ConfigError
 from loss import Objective, policy_loss
 from metrics import Window
@@ -64,6 +64,15 @@ def test_a_module_trained_whole_is_sent_under_its_base_name_and_its_untrained_co
     assert not check_adapter_server(policy.peft_config, 1, "http://x", info), "an adapter cannot carry it: merged weights are sent"
 
 
+def test_a_step_moves_the_adapters_and_the_head_named_in_modules_to_save_and_nothing_else():
+    policy = tiny_lora(lm=tiny_lm(tied=False), modules_to_save=["lm_head"], target_modules=["q_proj"])
+    before, optimizer = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}, make_optimizer(tiny_config(learning_rate=1e-2), policy)
+    policy(tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0])[0].sum().backward()
+    optimizer.step()
+    moved = {name for name, p in policy.lm.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"lm_head.modules_to_save.default.weight", *(name for name in before if ".lora_" in name)}
+
+
 def test_fused_neighbours_of_an_adapted_layer_are_sent_too(group):
     """A server that reloads part of a fused tensor fills the rest with what lay in memory."""
     sent = gathered_weights(tiny_lora(target_modules=["q_proj"]), torch.float32)
@@ -108,11 +117,35 @@ def test_only_adapters_train_also_with_bf16_copies_and_checkpointing(group, chec
 
 
 @pytest.mark.parametrize("options,words", [
-    (dict(target_modules=["lm_head"]), "lm_head"), (dict(use_dora=True), "use_dora"), (dict(lora_dropout=0.1), "lora_dropout"), (dict(bias="all"), "bias"),
-    (dict(modules_to_save=["lm_head"]), "ties them"), (dict(target_modules=["no_such"]), "does not fit the model"), (dict(target_modules=["embed_tokens"]), "embed_tokens")])
+    (dict(target_modules=["lm_head"]), "lm_head"), (dict(modules_to_save=["lm_head"]), "ties them"), (dict(target_modules=["no_such"]), "does not fit the model"),
+    (dict(target_modules=["embed_tokens"]), "embed_tokens")])
 def test_what_head_or_server_could_not_follow_is_refused_in_a_sentence(options, words):
     with pytest.raises(ConfigError, match=words):
         add_adapters(tiny_lm(), peft.LoraConfig(**(dict(target_modules=["q_proj"]) | options)))
+
+
+@pytest.mark.parametrize("options", [
+    dict(trainable_token_indices=[1, 2]), dict(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"), dict(use_dora=True), dict(lora_dropout=0.1), dict(bias="all"),
+    dict(bias="lora_only"), dict(lora_bias=True), dict(target_parameters=["q_proj.weight"]), dict(layer_replication=[(0, 2)]), dict(use_qalora=True), dict(ensure_weight_tying=True),
+    *(dict(init_lora_weights=start) for start in ("pissa", "pissa_niter_4", "olora"))])
+def test_an_option_that_nothing_follows_is_refused_by_its_name_alone(options):
+    lm = tiny_lm()
+    names = list(dict(lm.named_parameters()))
+    with pytest.raises(ConfigError, match=rf"peft_config sets {next(iter(options))}(='{next(iter(options.values()))}')?, which is not supported"):
+        add_adapters(lm, peft.LoraConfig(**(dict(target_modules=["q_proj"]) | options)))
+    assert list(dict(lm.named_parameters())) == names and all(p.requires_grad for p in lm.parameters()), "refused before anything is done"
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(rank_pattern=dict(q_proj=2), alpha_pattern=dict(v_proj=3)), dict(use_rslora=True), dict(layers_to_transform=[1], target_modules=["q_proj"]),
+    dict(task_type="CAUSAL_LM"), *(dict(init_lora_weights=start) for start in ("gaussian", "orthogonal", False))])
+def test_an_option_that_is_followed_gives_a_server_the_policys_logprobs_over_an_untouched_base(group, options):
+    policy, plain, base = tiny_lora(**options), tiny_lm(), tiny_lm().state_dict()
+    assert all(torch.equal(p, base[base_name(name)]) for name, p in policy.lm.named_parameters() if base_name(name))
+    plain.load_state_dict(gathered_weights(policy, torch.float32), strict=False)
+    row = tensors_of(pack_row([make_sample(range(3, 20), 4)]))[0]
+    with torch.no_grad():
+        torch.testing.assert_close(Policy(plain, 1.0, "sdpa")(row)[0], policy(row)[0], rtol=0, atol=1e-4)
 
 
 def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():

@@ -167,6 +167,20 @@ def test_a_broken_log_ratio_contributes_exactly_zero_and_is_counted(bad, score_c
         assert stats.reduce(objective)[0]["sampling/masked_mean"] >= 1 / M
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("options", [dict(), dict(centering_tail=True), dict(score_centering=False)])
+def test_with_clip_min_0_a_token_outside_its_candidate_set_contributes_exactly_zero(options, advantage):
+    """Its log-prob is -inf and its ratio 0, which that bound encloses."""
+    p = makeproblem(with_sets=True)
+    m = next(m for m, ids in enumerate(p["sets"]) if len(ids) < V)
+    p["targets"][m], p["advantages"][m] = min(set(range(V)) - set(p["sets"][m])), advantage
+    logprobs, topk, _ = fused_logprobs(p["hidden"], p["weight"], p["targets"], p["top_ids"], candidates=p["candidates"])
+    terms = policy_loss(Objective(clip_min=0.0, **options), logprobs, topk, p["sampler"], p["top"], p["advantages"])
+    assert logprobs[m] == -torch.inf and torch.isfinite(p["sampler"][m]) and terms[m] == 0
+    for its, whole in zip(*(torch.autograd.grad(term, (logprobs, p["hidden"], p["weight"]), retain_graph=True) for term in (terms[m], terms.sum()))):
+        assert torch.equal(its, torch.zeros_like(its)) and torch.isfinite(whole).all() and whole.norm() > 0
+
+
 @pytest.mark.parametrize("softcap", [None, 2.5])
 def test_the_fused_head_equals_a_plain_log_softmax_for_every_block_size(softcap):
     p = makeproblem(top_k=4)

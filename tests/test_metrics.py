@@ -20,8 +20,9 @@ from wandb.proto import wandb_internal_pb2
 
 import glossary
 from config import ConfigError
+from export import card
 from metrics import Logger, Window, names_table, print_completions, rule
-from train import speed
+from train import describe_run, speed
 
 
 @pytest.mark.parametrize("name, how", [
@@ -75,6 +76,14 @@ def test_a_utilization_is_the_windows_work_over_its_seconds():
         window.add_all(speed(plan, seconds, 2 * seconds, 60.0))
     metrics = window.result()
     assert metrics["perf/fwd_bwd_mfu"] == pytest.approx(10) and metrics["perf/wall_clock_mfu"] == pytest.approx(5)
+
+
+def test_what_a_run_records_of_its_config_is_every_option_but_the_hubs_token(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.dist.get_world_size", lambda: 2)
+    config = tiny_config(output_dir=str(tmp_path), hub_token="hf_secret", learning_rate=3e-5)
+    recorded = json.loads(json.dumps(describe_run(config), default=repr))
+    assert recorded["config"].keys() == vars(config).keys() - {"hub_token"} and recorded["config"]["learning_rate"] == 3e-5 and recorded["world_size"] == 2
+    assert not any("hf_secret" in text for text in (json.dumps(recorded), card(config)))
 
 
 def test_counts_are_summed_and_extremes_kept():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +134,26 @@ def test_what_lies_outside_the_text_model_is_loaded_and_gets_no_gradient_and_no_
     for name, p in policy.lm.named_parameters():
         assert (p.grad is None) == (p not in optimizer.state) == (name in frozen), name
         assert torch.equal(p, before[name]) == (name in frozen), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_lora_only_the_text_models_adapters_are_trained_and_no_head_tied_or_not(checkpoints, family):
+    policy = policy_of(checkpoints / family, peft_config=peft.LoraConfig(r=2, target_modules="all-linear"))
+    trained = {name for name, p in policy.lm.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in policy.lm.named_parameters() if ".lora_" in name} and len(trained) > 20
+    assert all(name.startswith("model.language_model.") for name in trained) and not policy.lm.get_output_embeddings().weight.requires_grad
+    before = {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+    optimizer = make_optimizer(tiny_config(learning_rate=0.1), policy)
+    train_on(policy, close_samples(policy))
+    optimizer.step()
+    moved = {name for name, p in policy.lm.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in trained if ".lora_B." in name}, "B is zero at first, so A has no gradient yet"
+
+
+@pytest.mark.parametrize("family, words", [("qwen3_5", "outside its text model"), ("qwen2_5_vl", "outside its text model"), ("qwen3_vl", "ties them"), ("gemma3", "ties them")])
+def test_a_head_named_in_modules_to_save_is_refused_instead_of_left_untrained(checkpoints, family, words):
+    with pytest.raises(ConfigError, match=f"modules_to_save names the head .*{words}"):
+        policy_of(checkpoints / family, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
