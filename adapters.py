@@ -34,21 +34,23 @@ def add_adapters(lm: nn.Module, peft_config):
     unsupported = [f.name for f in fields(peft_config) if f.name not in FOLLOWED and getattr(peft_config, f.name) != getattr(plain, f.name)]
     if unsupported or peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):        # others change the base weights, which a server keeps
         raise ConfigError(f"peft_config sets {', '.join(unsupported) or 'init_lora_weights=' + repr(peft_config.init_lora_weights)}, which is not supported: leave it out.")
-    refused = {"lm_head", "embed_tokens"}
-    targets = [peft_config.target_modules] if isinstance(peft_config.target_modules, str) else peft_config.target_modules or []
-    if any(name in target for name in refused for target in targets):
-        raise ConfigError("peft_config targets lm_head or embed_tokens, whose adapters are not supported: name them in modules_to_save to train them whole.")
-    head = lm.get_output_embeddings()
-    if lm.get_input_embeddings().weight is head.weight and refused & set(peft_config.modules_to_save or ()):
+    head, embedding, whole = lm.get_output_embeddings(), lm.get_input_embeddings(), peft_config.modules_to_save or []
+    saved = [module for name, module in lm.named_modules() if any(name.endswith(key) for key in whole)]        # PEFT's rule
+    if embedding.weight is head.weight and (head in saved or embedding in saved):
         raise ConfigError("peft_config.modules_to_save names the head or the embedding of a model that ties them, which would part them: leave it out.")
     outside = set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(head.parameters())
-    if outside and "lm_head" in (peft_config.modules_to_save or ()):
+    adapted = lm.get_decoder() if outside else lm             # a vision tower gets no adapters
+    if outside and head in saved:
         raise ConfigError("peft_config.modules_to_save names the head of a vision-language model, which lies outside its text model: leave it out.")
+    if missing := [key for key in whole if not any(name.endswith(key) for name, _ in adapted.named_modules())]:
+        raise ConfigError(f"peft_config.modules_to_save names {', '.join(missing)}, of which the text model has none: leave it out.")
     head.requires_grad_(not outside)                          # PEFT freezes what it is given, which then is the text model alone
     try:
-        inject_adapter_in_model(peft_config, lm.get_decoder() if outside else lm)      # a vision tower gets none
+        inject_adapter_in_model(peft_config, adapted)
     except ValueError as error:
         raise ConfigError(f"peft_config does not fit the model: {error}") from None
+    if any(hasattr(module, "lora_A") for module in (lm.get_output_embeddings(), lm.get_input_embeddings())):
+        raise ConfigError("peft_config targets lm_head or embed_tokens, whose adapters are not supported: name them in modules_to_save to train them whole.")
     strange = {type(m.get_base_layer()).__name__ for m in lora_layers(lm).values() if not isinstance(m.get_base_layer(), nn.Linear)}
     if strange:
         raise ConfigError(f"peft_config targets layers of type {', '.join(sorted(strange))}: only linear layers are supported.")

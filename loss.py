@@ -241,7 +241,7 @@ class LossStats:
         fractions = per_sample[1:] / per_sample[0]                                 # (2, num_samples); NaN without a trained token
         lows, highs = (fractions.nan_to_num(nan=fill) for fill in (torch.inf, -torch.inf))
         self.sums += torch.stack([x.double().sum() for x in (
-            ratio[:0], torch.ones_like(ratio), log_ratio.abs(), ratio, ~objective.inside(ratio), sampler_topk_logprobs.exp(), entropy,
+            ratio[:0], torch.ones_like(ratio), log_ratio.abs(), ratio, ~(objective.inside(ratio) & torch.isfinite(logprobs)), sampler_topk_logprobs.exp(), entropy,
             low, high, ratio.clamp(max=1e9) - 1 - log_ratio, ratio[:0], ratio[:0])])
         self.maxima = torch.maximum(self.maxima, torch.stack([x.double().max() for x in (log_ratio.abs(), ratio, -ratio, highs[1], -lows[0])]))
 

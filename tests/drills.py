@@ -110,12 +110,14 @@ def test_thirty_steps_finish_through_a_faulty_network_with_every_loss_counted_an
         until(lambda: answers("http://127.0.0.1:8181"), 180)
         with FaultyProxy("http://127.0.0.1:8181") as proxy:
             run = start_training(tmp_path, [proxy.url], timeout=30, max_steps=30, learning_rate=2e-6)     # at 1e-5 the task is solved by step 20, and a step waits minutes for two different rewards
-            until(lambda: len(logged(tmp_path)) >= 10 or run.poll() is not None, 900)
-            proxy.outage_until = time.monotonic() + 20
-            until(lambda: run.poll() is not None, 1500)
-            faults = proxy.faults
+            try:
+                until(lambda: len(logged(tmp_path)) >= 10 or run.poll() is not None, 900)
+                proxy.outage_until = time.monotonic() + 20
+                until(lambda: run.poll() is not None, 1500)
+                faults = proxy.faults
+            finally:
+                run.kill()
     finally:
-        run.kill()
         stop(server)
     text, steps = (tmp_path / "train.log").read_text(), logged(tmp_path)
     assert run.returncode == 0 and len(steps) == 30, text[-3000:]

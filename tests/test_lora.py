@@ -118,7 +118,8 @@ def test_only_adapters_train_also_with_bf16_copies_and_checkpointing(group, chec
 
 @pytest.mark.parametrize("options,words", [
     (dict(target_modules=["lm_head"]), "lm_head"), (dict(modules_to_save=["lm_head"]), "ties them"), (dict(target_modules=["no_such"]), "does not fit the model"),
-    (dict(target_modules=["embed_tokens"]), "embed_tokens")])
+    (dict(target_modules=["embed_tokens"]), "embed_tokens"), (dict(target_modules=r".*\.q_proj|.*_head"), "lm_head"), (dict(modules_to_save=["head"]), "ties them"),
+    (dict(modules_to_save=["model.embed_tokens"]), "ties them"), (dict(modules_to_save=["no_such"]), "names no_such, of which")])
 def test_what_head_or_server_could_not_follow_is_refused_in_a_sentence(options, words):
     with pytest.raises(ConfigError, match=words):
         add_adapters(tiny_lm(), peft.LoraConfig(**(dict(target_modules=["q_proj"]) | options)))

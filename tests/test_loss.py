@@ -309,3 +309,10 @@ def test_metrics_stay_finite_for_a_masked_ratio_that_overflows():
     stats = LossStats(torch.device("cpu"))
     stats.add(Objective(), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([-500.0]), torch.tensor([[-1.0]]), torch.tensor([1.0]), torch.tensor([0]), 1)
     assert all(np.isfinite(v) for v in stats.reduce(Objective())[0].values())
+
+
+def test_a_token_that_clip_min_0_masks_is_counted_as_masked():
+    stats, objective = LossStats(torch.device("cpu")), Objective(clip_min=0.0)
+    zeros = torch.zeros(4)
+    stats.add(objective, torch.tensor([-1.0, -torch.inf, -1.0, -1.0]), zeros, zeros - 1, torch.zeros(4, 1), zeros, torch.zeros(4, dtype=torch.int64), 1)
+    assert stats.reduce(objective)[0]["sampling/masked_mean"] == 0.25
