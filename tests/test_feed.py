@@ -67,6 +67,7 @@ def test_no_report_is_left_behind_for_one_that_is_still_on_its_way(tmp_path):
         made = RolloutFeed(load_config([path]), [path], 128, Window())
     for _ in range(60):
         made.shared.metrics.put(({"reward": [1.0, 1.0]}, [dict(completion="c" * 20_000)]))
+    made.shared.metrics.cancel_join_thread()                 # or a failure here would not end
     made.collect_metrics()
     assert made.window.values["reward"] == [60.0, 60.0] and made.shared.metrics.qsize() == 0
 
