@@ -560,7 +560,7 @@ def advantages_of(what):
     (returning(lambda rollout: None), "generate_one returned a NoneType"), (returning(lambda rollout: [rollout]), "generate_one returned a list"),
     (returning(lambda rollout: replace(rollout, reward=float("inf"))), "generate_one set the rewards [inf"),
     (advantages_of(lambda group: np.full(4, np.nan)), "compute_advantages returned [nan"), (advantages_of(lambda group: group.rewards[:3]), "compute_advantages returned ["),
-    (advantages_of(lambda group: np.full(4, np.inf)), "one finite number for each rollout")])
+    (advantages_of(lambda group: np.full(4, 1e39)), "one finite number for each rollout")])
 def test_what_a_hook_returns_wrongly_is_a_sentence_that_names_the_hook(server, loop_cls, words):
     assert words in complaint(server, rows(1), loop_cls)
 
