@@ -21,6 +21,8 @@ def load_rows(source, split: str = "train", option: str = "train_dataset", envir
     if callable(source):
         try:
             inspect.signature(source).bind()
+        except ValueError:                           # one of those in C that do not tell
+            pass
         except TypeError as error:
             raise ConfigError(f"{option} {origin} is called without arguments ({error}): give each of its parameters a default.") from None
         source = source()

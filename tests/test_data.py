@@ -1,4 +1,5 @@
 """Every source of prompts gives the same rows, and the order visits each row once an epoch."""
+import inspect
 import json
 from itertools import islice
 
@@ -67,6 +68,13 @@ def test_a_source_that_cannot_be_used_is_one_sentence(source, words):
     with pytest.raises(ConfigError) as caught:
         load_rows(source)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_callable_that_does_not_tell_its_parameters_is_called():
+    with pytest.raises(ValueError):
+        inspect.signature(dict)
+    with pytest.raises(ConfigError, match="train_dataset dict has no rows"):
+        load_rows(dict)
 
 
 def test_the_option_that_is_wrong_is_the_one_that_is_named():
