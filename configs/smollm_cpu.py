@@ -19,5 +19,5 @@ def right_number(completions, answer, **columns):
 
 config = Config(
     model=str(ROOT / "models" / "SmolLM2-135M-Instruct"), train_dataset=additions, reward_funcs=right_number,
-    max_completion_length=12, learning_rate=1e-5, max_steps=30, token_budget=384, max_staleness=1, max_concurrent_rollouts=32,
+    max_completion_length=12, learning_rate=1e-5, max_steps=20, token_budget=384, max_staleness=1, max_concurrent_rollouts=32,
     gradient_checkpointing=False, launch_server=True, vllm_max_model_length=256)
