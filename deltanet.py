@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
 
+from loss import fused
+
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 CHUNK = 64           # tokens whose influence on each other is solved for at once
-COMPILED = ("cuda",)  # devices where the part within chunks is
 
 
 class Level(NamedTuple):
@@ -221,23 +222,6 @@ def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: T
     return tuple(part.flatten(0, 1) for part in parts)
 
 
-@cache
-def _compiled_within_chunks():
-    return torch.compile(_within_chunks, dynamic=False)
-
-
-def _any_length(tensor: Tensor) -> Tensor:
-    """Tokens vary from row to row; heads and widths are for the compiler to know."""
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensor
-
-
-def _fused_within_chunks(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Compiled on a GPU: dozens of passes over memory become a few. For a single token it would be compiled anew."""
-    compiled = tensors[0].device.type in COMPILED and len(tensors[0]) > 1
-    return _compiled_within_chunks()(*map(_any_length, tensors)) if compiled else _within_chunks(*tensors)
-
-
 def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...],
                      initial_state: Tensor | None = None, output_final_state: bool = True) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule in chunks of L tokens, in fp32 or wider. query, key (T, H, K), value (T, H, V), g, beta (T, H), segments
@@ -248,7 +232,8 @@ def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     The loop starts few kernels: on a GPU the host's time for each of them is what it takes.
     """
     counts, token, place, order, back = _chunks(lengths, query.device)
-    parts = _fused_within_chunks(query, key, value, g, beta, token)
+    tensors = query, key, value, g, beta, token
+    parts = fused(_within_chunks, *tensors) if len(query) > 1 else _within_chunks(*tensors)      # of a single token it would be compiled anew
     heads, shape = query.shape[1], (len(lengths), query.shape[1], query.shape[2], value.shape[2])
     states = parts[0].new_zeros(shape) if initial_state is None else initial_state.to(parts[0].dtype).index_select(0, order)
     states, ended, outs = states.flatten(0, 1), [], []                              # (A · H, K, V) of the A segments that go on

@@ -60,13 +60,13 @@ def _compiled(function):
     return torch.compile(function, dynamic=False)
 
 
-def _fused(function, *args):
+def fused(function, *args):
     """function(*args), compiled into one pass over memory on a GPU; as it is on a CPU, where the products dominate."""
     if not args[0].is_cuda:
         return function(*args)
     for tensor in args:
         if isinstance(tensor, Tensor):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)      # terms vary from row to row; a dynamic block would cost 10 %
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)      # terms and tokens vary from row to row; a dynamic block would cost 10 %
     return _compiled(function)(*args)
 
 
@@ -99,7 +99,7 @@ class FusedLogprobs(torch.autograd.Function):
             part, stop = weight[start:start + block], min(start + block, len(weight))
             raw = hidden @ part.T                                                  # (M, B)
             allowed = candidates.block(start, stop) if candidates else None
-            peak, mass, energy = _fused(_fold, raw, allowed, peak, mass, energy, temperature, softcap)
+            peak, mass, energy = fused(_fold, raw, allowed, peak, mass, energy, temperature, softcap)
             inside, column = (ids >= start) & (ids < stop), (ids - start).clamp(0, len(part) - 1)
             if candidates:
                 inside = inside & allowed.gather(1, column)
@@ -127,7 +127,7 @@ class FusedLogprobs(torch.autograd.Function):
             part, stop = weight[start:start + block], min(start + block, len(weight))
             raw = ctx.kept.pop(start) if start in ctx.kept else hidden @ part.T    # popped: it is overwritten
             allowed = candidates.block(start, stop) if candidates else None
-            d = _fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
+            d = fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
             inside = (ids >= start) & (ids < stop)
             d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, direct, 0).to(d.dtype))
             _add_product(grad_hidden, d, part)
