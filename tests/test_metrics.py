@@ -279,7 +279,7 @@ from chat_templates import FORGETFUL
 from config import Config
 config = Config(model={model!r}, tools=[multiply], environment_factory=DatasetIncrementEnv, train_dataset=targets, chat_template_kwargs=dict(chat_template=FORGETFUL),
                 num_generations=4, max_completion_length=64, num_sampler_logprobs=2, bf16=False, use_cpu=True, disable_tqdm=True, token_budget=1000, max_steps=2,
-                verify_sync_steps=0, gradient_checkpointing=False)
+                logging_steps=2, verify_sync_steps=0, gradient_checkpointing=False)
 """
 LOAD = """vllm:cache_config_info{kv_cache_size_tokens="6400"} 1.0
 vllm:kv_cache_usage_perc 0.25
@@ -356,15 +356,17 @@ def test_two_runs_log_every_name_under_its_condition_and_none_that_is_not_in_the
 
 
 def test_an_agents_numbers_hang_together(agent_run):
-    """Of the seeds' 2 × 3 kinds each calls its environment, a third a tool too, and a third another that does not exist; two samples a rollout, each from a fork."""
-    records = agent_run[1]
-    assert len(records) == 2 and sum(record["tools/unknown_name_count"] for record in records) > 0
-    for record in records:
-        calls = {name: record.get(f"tools/{name}/call_count", 0) for name in ("increment", "multiply", "fly")}
-        assert calls["increment"] > calls["multiply"] > 0 == calls["fly"] == record["tools/increment/failure_count"]
-        assert record["tools/parallel_calls_mean"] == pytest.approx((sum(calls.values()) + record["tools/unknown_name_count"]) / calls["increment"])
-        assert (record["rollout/turns_mean"], record["rollout/fork_frac"], record["rollout/samples_per_rollout"]) == (2, 1, 2)
-        assert record["tools/multiply/latency_s"] >= 0 and record["env/reset_s"] >= 0 and record["env/reward_s"] >= 0 and 0 < record["reward"] < 1
+    """Of the seeds' 2 × 3 kinds each calls its environment, a third a tool too, and a third another that does not exist; two samples a rollout, each from a fork.
+
+    One window: the rollouts run ahead, so a step of its own may have had none that ended in it.
+    """
+    record, = agent_run[1]
+    calls = {name: record.get(f"tools/{name}/call_count", 0) for name in ("increment", "multiply", "fly")}
+    assert calls["increment"] > calls["multiply"] > 0 == calls["fly"] == record["tools/increment/failure_count"]
+    assert record["tools/unknown_name_count"] > 0
+    assert record["tools/parallel_calls_mean"] == pytest.approx((sum(calls.values()) + record["tools/unknown_name_count"]) / calls["increment"])
+    assert (record["rollout/turns_mean"], record["rollout/fork_frac"], record["rollout/samples_per_rollout"]) == (2, 1, 2)
+    assert record["tools/multiply/latency_s"] >= 0 and record["env/reset_s"] >= 0 and record["env/reward_s"] >= 0 and 0 < record["reward"] < 1
 
 
 def test_a_windows_numbers_hang_together(run):
@@ -373,11 +375,12 @@ def test_a_windows_numbers_hang_together(run):
     assert [record["step"] for record in records] == [2, 4, 6] and records[-1]["model_version"] == 6
     forwarded = [record["batch/forwarded_tokens_per_step"] * 2 for record in records]
     assert [record["num_tokens"] for record in records] == [sum(forwarded[:i + 1]) for i in range(3)]
+    scored = [record for record in records if "reward" in record]             # the rollouts run ahead, so none may have ended in a window
+    assert scored and all(record["reward_dropped"] == 0.5 and 0 < record["frac_reward_zero_std"] < 1 and record["rollout/turns_max"] == 1 for record in scored)
     for record in records:
         assert record["perf/wall_clock_forwarded_tokens_per_s"] == pytest.approx(record["batch/forwarded_tokens_per_step"] / record["perf/step_s"])
         assert record["perf/fwd_bwd_mfu"] / record["perf/wall_clock_mfu"] == pytest.approx(record["perf/step_s"] / record["perf/fwd_bwd_s"])
         assert record["perf/fwd_s"] < record["perf/fwd_bwd_s"] < record["perf/step_s"] and record["aux_loss"] == pytest.approx(2, rel=0.3)
-        assert record["reward_dropped"] == 0.5 and 0 < record["frac_reward_zero_std"] < 1 and record["rollout/turns_max"] == 1
 
 
 def wandb_records(path):
