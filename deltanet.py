@@ -27,6 +27,8 @@ from loss import fused
 
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 CHUNK = 64           # tokens whose influence on each other is solved for at once
+SHORT = 16           # the same where many segments are so short that a level would be mostly padding
+MANY = 256           # chunks from which on that costs memory worth a second compilation
 
 
 class Level(NamedTuple):
@@ -184,22 +186,24 @@ def fla_kernel(query: Tensor):
 
 @lru_cache(maxsize=64)
 def _chunks(lengths: tuple[int, ...], device: torch.device):
-    """Segments, the longest first, cut into chunks of L = CHUNK tokens: the first chunk of each, then the second of each that has one, and so on.
+    """Segments, the longest first, cut into chunks of L tokens: the first chunk of each, then the second of each that has one, and so on.
 
     -> segments at each step, which are the first ones; (chunks, L) token at each place (T: padding), a chunk of padding added to a single one, for
     which compiled code would be made anew; place of each token; the segments in this order, and back.
     """
     lengths, total = np.array(lengths), sum(lengths)
+    chunks = (-(-lengths // CHUNK)).sum()
+    size = SHORT if chunks > MANY and chunks * CHUNK > 4 * total else CHUNK         # L
     order = np.argsort(-lengths, kind="stable")
-    counts = [int((lengths > begin).sum()) for begin in range(0, lengths.max(), CHUNK)]
+    counts = [int((lengths > begin).sum()) for begin in range(0, lengths.max(), size)]
     segment = np.concatenate([order[:count] for count in counts])[:, None]         # (chunks, 1)
-    offset = np.repeat(np.arange(len(counts)), counts)[:, None] * CHUNK + np.arange(CHUNK)      # (chunks, L)
+    offset = np.repeat(np.arange(len(counts)), counts)[:, None] * size + np.arange(size)        # (chunks, L)
     token = np.where(offset < lengths[segment], (np.cumsum(lengths) - lengths)[segment] + offset, total).ravel()
     place = np.argsort(token, kind="stable")[:total]
-    if len(token) == CHUNK:
-        token = np.append(token, np.full(CHUNK, total))
+    if len(token) == size:
+        token = np.append(token, np.full(size, total))
     token, *moved = _to_device([token, place, order, np.argsort(order)], device)
-    return counts, token.view(-1, CHUNK), *moved
+    return counts, token.view(-1, size), *moved
 
 
 def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, token: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +216,7 @@ def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: T
     q, k, v, total, beta = chunked(query), chunked(key), chunked(value), chunked(g).cumsum(-1), chunked(beta)[..., None]   # total: G
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(2 * token.shape[1:], dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()   # (chunks, H, L, L)
     solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, -k * total.exp()[..., None]], -1),
                                            upper=False, unitriangular=True)

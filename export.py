@@ -44,16 +44,17 @@ def write_model(weights: dict[str, Tensor], policy: Policy, tokenizer, folder: P
         config.save_pretrained(folder)
         if policy.lm.generation_config is not None:
             policy.lm.generation_config.save_pretrained(folder)
-        copy_processor(policy.lm.config, folder)
+        copy_processor(policy.lm.config, policy.revision, folder)
     tokenizer.save_pretrained(folder)
 
 
-def copy_processor(config, folder: Path) -> None:
+def copy_processor(config, revision: str | None, folder: Path) -> None:
     """The image processor's settings of a vision-language checkpoint: vLLM reads them even to serve text. No network, no copy."""
     if config.get_text_config() is config:
         return
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        source = cached_file(config.name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+        source = cached_file(config.name_or_path, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+                             _raise_exceptions_for_connection_errors=False)
         if source:
             shutil.copy(source, folder)
 

@@ -33,6 +33,7 @@ class Policy(nn.Module):
         self.aux_loss_coef = aux_loss_coef       # 0: router logits are not asked for
         self.experts_per_token = text.num_experts_per_tok if aux_loss_coef else 0
         self.peft_config = None                  # of the adapters, if there are any
+        self.revision = None                     # of the checkpoint, as given
 
     def forward(self, row: dict, candidates: Candidates | None = None, temperature: float | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """row: from `to_device` -> log-probs of the targets (M,), of the top tokens (M, K), entropy (M,), router logits (L, N, E)."""
@@ -107,7 +108,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     prepare_layers(lm, config.gradient_checkpointing, config.torch_compile, broken=backend == "hub",
                    backend=config.torch_compile_backend, mode=config.torch_compile_mode)
     policy = Policy(lm, config.temperature, backend, aux_loss_coef(config, lm), kept_logits(config.gradient_checkpointing, lm)).to(device)
-    policy.peft_config = peft_config
+    policy.peft_config, policy.revision = peft_config, options.get("revision")
     return policy
 
 

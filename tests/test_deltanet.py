@@ -181,6 +181,25 @@ def test_convolution_and_delta_rule_of_any_trie_equal_the_naive_recurrence_of_ev
         assert (a - b).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("long", [1, 200])
+def test_a_level_of_many_short_segments_is_not_mostly_padding_and_equals_the_recurrence(long):
+    """Three thousand replies of a few tokens each once took 64 places each."""
+    lengths = (*[2 + n % 4 for n in range(600)], long)
+    N = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g, beta, start = (torch.randn(shape, generator=generator, dtype=torch.float64)
+                               for shape in ((N, 2, 2), (N, 2, 2), (N, 2, 3), (N, 2), (N, 2), (len(lengths), 2, 2, 3)))
+    tensors = (q, k, v, -g.abs(), beta.sigmoid())
+    counts, token, *_ = deltanet._chunks(lengths, CPU)
+    assert token.numel() < 6 * N and sum(counts) == len(token) and len(counts) == -(-max(lengths) // token.shape[1])
+    out, states = deltanet.torch_delta_rule(*tensors, lengths, initial_state=start)
+    for n, parts in enumerate(zip(*(x.split(lengths) for x in (*tensors, out)))):
+        if n % 50 == 0 or lengths[n] == long:
+            *parts, got = parts
+            wanted, state = deltanet.torch_delta_rule(*parts, (len(got),), initial_state=start[n:n + 1])
+            assert (got - wanted).abs().max() < 1e-10 and (states[n] - state[0]).abs().max() < 1e-10
+
+
 class WideGatedNorm(nn.Module):
     """transformers' gated RMSNorm without its casts to fp32."""
 

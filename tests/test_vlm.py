@@ -2,6 +2,7 @@
 
 Run by torchrun it is its own worker:    test_vlm.py CHECKPOINTS OUT       two folders, the first with one checkpoint a family
 """
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import forked, make_sample, random_group, tensors_of, tiny_config            # noqa: E402
 
-from export import save_model                                                       # noqa: E402
+from export import save_model, write_model                                                    # noqa: E402
 from config import ConfigError                                                      # noqa: E402
 from loss import Objective                                                          # noqa: E402
 from model import check_packing, load_policy, make_optimizer  # noqa: E402
@@ -185,6 +186,22 @@ def test_the_folder_at_the_end_holds_everything_and_reloads_bit_for_bit(checkpoi
     assert not any(info.values()) and again.state_dict().keys() == policy.lm.state_dict().keys()
     assert all(torch.equal(value, policy.lm.state_dict()[name]) for name, value in again.state_dict().items())
     assert (tmp_path / "model" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+
+
+def test_the_image_processors_settings_are_those_of_the_revision_that_was_loaded(checkpoints, tmp_path, monkeypatch):
+    """They once came from the main branch."""
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: True)
+    repo = tmp_path / "models--us--them"
+    for branch, commit in dict(main="a" * 40, old="b" * 40).items():
+        shutil.copytree(checkpoints / "qwen3_5", repo / "snapshots" / commit)
+        (repo / "snapshots" / commit / "preprocessor_config.json").write_text(branch)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / branch).write_text(commit)
+    for branch in ("main", "old"):
+        policy = load_policy(tiny_config(model="us/them", model_init_kwargs=dict(revision=branch)), CPU)
+        write_model({"x": torch.zeros(1)}, policy, AutoTokenizer.from_pretrained(checkpoints / "qwen3_5"), tmp_path)
+        assert (tmp_path / "preprocessor_config.json").read_text() == branch
 
 
 def test_in_mixed_precision_on_one_rank_the_tower_is_cast_once_and_has_no_master(checkpoints, group):
