@@ -17,6 +17,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -457,8 +458,14 @@ def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_g
         shared.failure.put((str(error) if isinstance(error, ConfigError) else None, "".join(traceback.format_exception(error))))
         _abandon(shared)
         sys.exit(1)
-    if shared.stop.is_set():
-        _abandon(shared)
+    threading.Thread(target=_exit_once_stopped, args=(shared,), daemon=True).start()
+
+
+def _exit_once_stopped(shared: Shared) -> None:
+    """The process lives on until all it sent is read; a trainer that stops reads no more. Not stop.wait(): setting an event waits for those who wait for it, even killed."""
+    while not shared.stop.is_set():
+        time.sleep(0.2)
+    os._exit(0)
 
 
 def _abandon(shared: Shared) -> None:

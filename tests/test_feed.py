@@ -218,7 +218,7 @@ def test_a_process_that_died_while_a_plan_lay_ready_is_noticed_before_that_plan_
         assert "died with exit code -9" in raised_by_next_plan(made, 30)
 
 
-@pytest.mark.parametrize("after", ["at once", "with a full queue"])
+@pytest.mark.parametrize("after", ["at once", "with a full queue", "with all generated"])
 def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed, after):
     """A queue's feeder thread blocks on a full pipe, and joining it would wait for ever."""
     with FakeServer(long_answer) as server:
@@ -227,9 +227,12 @@ def test_stopping_takes_seconds_and_leaves_no_child_even_with_a_full_queue(feed,
         if after == "with a full queue":
             made.next_plan()
             until(lambda: made.shared.samples.qsize() > 1)
+        if after == "with all generated":         # the process ends by itself as soon as its samples are read
+            until(lambda: made.shared.heartbeat.value == float("inf"), 300)
         child = psutil.Process(made.process.pid)
         started = time.monotonic()
         made.stop()
         made.stop()
         assert time.monotonic() - started < 30 and not child.is_running()
+        assert made.process.exitcode == 0 or after != "with all generated"            # it once had to be killed, after 5 s
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("planner")]
