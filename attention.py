@@ -151,8 +151,8 @@ def _hub_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scalin
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))                                       # (N, heads, D)
     out = hub_kernel(query.device).flash_attn_varlen_func(
         query, _Gather.apply(key, paths.index), _Gather.apply(value, paths.index), paths.cu_queries, paths.cu_keys,
-        paths.max_queries, paths.max_keys, softmax_scale=scaling, causal=True,
-        **({} if window is None else dict(window_size=(window - 1, 0))), **({} if softcap is None else dict(softcap=softcap)))
+        paths.max_queries, paths.max_keys, softmax_scale=scaling, causal=True, **({} if window is None else dict(window_size=(window - 1, 0))),
+        **({} if softcap is None else dict(softcap=softcap)), **(dict(deterministic=True) if torch.are_deterministic_algorithms_enabled() else {}))     # else with atomics
     return (out[0] if isinstance(out, tuple) else out)[None]
 
 

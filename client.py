@@ -234,6 +234,7 @@ class LoadCap:
 
     def __init__(self, most: int):
         self.most, self.size, self.running, self.finished = most, None, 0, 0
+        self.known = asyncio.Event()     # whether `size` is
         self.waiting: deque[asyncio.Future] = deque()
 
     @property
@@ -242,6 +243,7 @@ class LoadCap:
 
     def start(self, fitting: int) -> None:
         self.size = min(max(fitting, 1), self.most)
+        self.known.set()
 
     def update(self, usage: float, waiting: float) -> None:
         """Once a poll. It grows only after a cap's worth of rollouts has shown what the cap does, and shrinks only once it is obeyed."""

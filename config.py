@@ -3,6 +3,7 @@
 Names and defaults are those of TRL's `AsyncGRPOConfig`; the last block is this project's own.
 """
 import importlib.util
+import math
 import re
 import sys
 import typing
@@ -96,7 +97,7 @@ class Config:
 
     # Output
     output_dir: str | None = None                 # None: runs/<name of the config file>
-    logging_steps: int = 1
+    logging_steps: float = 1
     logging_first_step: bool = False
     log_completions: bool = False
     num_completions_to_print: int | None = None   # None: all of the last group
@@ -150,9 +151,19 @@ class Config:
         return [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
 
     @property
+    def weights_dtype(self) -> str:
+        """`dtype`, before which one in model_init_kwargs goes."""
+        return str((self.model_init_kwargs or {}).get("dtype", self.dtype)).removeprefix("torch.")
+
+    @property
     def restricted_sampling(self) -> bool:
         """Whether the sampler draws from a candidate set instead of the whole vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+
+def interval(every: float, max_steps: int) -> int:
+    """Steps that an option means: below 1 it is a share of max_steps."""
+    return int(every) if every >= 1 else math.ceil(every * max_steps)
 
 
 def load_config(argv: list[str]) -> Config:
@@ -171,6 +182,8 @@ def load_config(argv: list[str]) -> Config:
     try:
         spec.loader.exec_module(module)
     except TypeError as error:
+        if "cannot inherit non-frozen dataclass" in str(error):
+            raise ConfigError(f"{path}: Config is frozen, so a dataclass that inherits from it must be: write @dataclass(frozen=True).") from error
         if not (found := re.search(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))):
             raise
         raise ConfigError(f"{path}: {unknown_option(Config, found[1])}") from error

@@ -116,22 +116,23 @@ class FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _):
         """d logit(v) = Σ_j grad_j·[v = id_j] − (Σ_j grad_j)·p(v); an id that is absent or outside the candidate set has no gradient."""
-        hidden, weight, ids, normaliser, chosen = ctx.saved_tensors
-        temperature, softcap, candidates, block = ctx.settings
+        (hidden, weight, ids, normaliser, chosen), (temperature, softcap, candidates, block) = ctx.saved_tensors, ctx.settings
         grad = torch.where(torch.isfinite(chosen), grad, 0) / temperature           # (M, J)
         scale = -grad.sum(-1, keepdim=True)                                         # (M, 1)
         direct = grad if softcap is None else grad * (1 - torch.where(torch.isfinite(chosen), chosen * temperature / softcap, 0).square())
         grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), block):
             part, stop = weight[start:start + block], min(start + block, len(weight))
             raw = ctx.kept.pop(start) if start in ctx.kept else hidden @ part.T    # popped: it is overwritten
-            allowed = candidates.block(start, stop) if candidates else None
+            allowed, column = candidates.block(start, stop) if candidates else None, (ids - start).clamp(0, len(part) - 1)
+            own = _softmax_gradient_(raw.gather(1, column).to(scale.dtype), allowed.gather(1, column) if candidates else None, normaliser, scale, temperature, softcap)
+            own += torch.where(column[:, :, None] == (ids - start)[:, None], direct[:, None], 0).sum(-1)
             d = fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
-            inside = (ids >= start) & (ids < stop)
-            d.scatter_add_(1, (ids - start).clamp(0, len(part) - 1), torch.where(inside, direct, 0).to(d.dtype))
+            d.scatter_(1, column, own.to(d.dtype))    # 1 − p of a likely token rounded once, not a sum of rounded parts; equal columns have equal values
             _add_product(grad_hidden, d, part)
-            torch.mm(d.T, hidden, out=grad_weight[start:stop])
+            if grad_weight is not None:
+                torch.mm(d.T, hidden, out=grad_weight[start:stop])
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 
@@ -183,8 +184,7 @@ def policy_loss(objective: Objective, logprobs: Tensor, topk_logprobs: Tensor, s
     logprobs = torch.where(kept, logprobs, 0)
     score = log_ratio.detach().exp() * logprobs                                    # f(r_t)·log π(o_t)
     present = torch.isfinite(sampler_topk_logprobs) & torch.isfinite(topk_logprobs)
-    topk_logprobs = torch.where(present, topk_logprobs, 0)
-    sampler_topk_logprobs = torch.where(present, sampler_topk_logprobs, 0)
+    topk_logprobs, sampler_topk_logprobs = (torch.where(present, x, 0) for x in (topk_logprobs, sampler_topk_logprobs))
     pi = torch.where(present, topk_logprobs.detach().exp(), 0)                     # (M, K), = μ(v)·r_v
     in_bounds = objective.inside((topk_logprobs - sampler_topk_logprobs).detach().exp())
     expected = (torch.where(in_bounds, pi, 0) * topk_logprobs).sum(-1)             # Σ μ(v)·f(r_v)·log π(v)

@@ -40,9 +40,10 @@ class Policy(nn.Module):
         tree = row["tree"].prepare(self.backend, self.windows, self.recurrent)
         routers = dict(output_router_logits=True) if self.aux_loss_coef else {}
         out = self.lm.get_decoder()(input_ids=row["input_ids"][None], position_ids=tree.position_ids[None], use_cache=False, tree=tree, **routers)
-        head = self.lm.get_output_embeddings().weight                                   # (V, D)
+        head, hidden = self.lm.get_output_embeddings().weight, out.last_hidden_state[0]      # (V, D), (N, D)
+        # Rollouts that share a sampled token share its hidden state: taken in fp32, so that their gradients, which may cancel, are summed in fp32.
         logprobs, topk_logprobs, entropy = fused_logprobs(
-            out.last_hidden_state[0, row["term_index"]], head, row["targets"], row["topk_ids"],
+            hidden.to(torch.promote_types(hidden.dtype, torch.float32))[row["term_index"]].to(hidden.dtype), head, row["targets"], row["topk_ids"],
             temperature=temperature or self.temperature, softcap=self.softcap, candidates=candidates, keep=self.keep_logits)
         return logprobs, topk_logprobs, entropy, torch.stack(out.router_logits) if routers else None
 
@@ -58,7 +59,10 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
     if config.bf16 or (config.bf16 is None and fast):
         return torch.bfloat16
-    return torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.weights_dtype != "auto":
+        return getattr(torch, config.weights_dtype)
+    declared = _pretrained(AutoConfig, config.model, trust_remote_code=config.trust_remote_code, **(config.model_init_kwargs or {}))
+    return getattr(declared.get_text_config(), "dtype", None) or getattr(declared, "dtype", None) or torch.float32
 
 
 def load_tokenizer(config: Config):
@@ -88,10 +92,10 @@ def eos_token_ids(config: Config, tokenizer) -> list[int]:
 
 
 def load_policy(config: Config, device: torch.device) -> Policy:
-    """The pretrained model with tree attention in its text model. Masters are fp32 under mixed precision, else `config.dtype`."""
+    """The pretrained model with tree attention in its text model. Masters are fp32 under mixed precision, else as `dtype` says."""
     attention.register()
     mixed = compute_dtype(config, device) in (torch.bfloat16, torch.float16) and (config.bf16 is not False or config.fp16)
-    options = dict(dtype="float32" if mixed else config.dtype, trust_remote_code=config.trust_remote_code) | (config.model_init_kwargs or {})
+    options = dict(trust_remote_code=config.trust_remote_code) | (config.model_init_kwargs or {}) | dict(dtype="float32" if mixed else config.weights_dtype)
     declared = _pretrained(AutoConfig, config.model, **options)
     nested = {key: attention.NAME for key in declared.sub_configs if getattr(declared, key, None) is declared.get_text_config()}
     kind = AutoModelForImageTextToText if nested else AutoModelForCausalLM
@@ -149,6 +153,9 @@ def refuse_unsupported(name: str, lm: nn.Module) -> None:
         raise ConfigError(f"{name} has no `layers` in its decoder, which is how sharding and checkpointing find them: it is not supported.")
     if any(key.endswith("sinks") for key, _ in lm.named_parameters()):
         raise ConfigError(f"{name} has attention sinks, which are not supported.")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    if {"dynamic", "longrope"} & {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}:
+        raise ConfigError(f"{name}'s rotary frequencies depend on the longest sample of a row (rope_type dynamic or longrope), so the log-probs of the others would be wrong: it is not supported.")
     scales = [key for key in ("logits_scaling", "logit_scale", "lm_head_multiplier") if getattr(text, key, None) not in (None, 1)]
     if scales:
         raise ConfigError(f"{name} scales its logits ({', '.join(scales)}), which is not supported.")

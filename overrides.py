@@ -1,6 +1,7 @@
 """`key=value` on the command line, parsed by the type that the config declares for the key."""
 import ast
 import difflib
+import json
 import typing
 from dataclasses import fields
 
@@ -36,7 +37,10 @@ def _parse_value(key: str, text: str, declared) -> object:
             return known.get(text.lower(), text) if str in choices else known[text.lower()]
         if kind in (int, float, str):
             return kind(text)
-        value = ast.literal_eval(text)
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = json.loads(text)
         if kind is dict and not isinstance(value, dict):
             raise ValueError
         return value

@@ -1,5 +1,4 @@
 """What a step trains: samples of the queue planned into micro-batches of one row a rank, ahead of training, and each rank's share."""
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -7,7 +6,7 @@ from itertools import count, islice
 import numpy as np
 import torch.distributed as dist
 
-from config import Config
+from config import Config, interval
 from feed import RolloutFeed
 from packing import Row, Sample, pack_row, plan_micro_batch
 
@@ -113,4 +112,4 @@ def speed(plan: StepPlan, training_s: float, step_s: float, work: float | None =
 
 def due(every: float | None, step: int, max_steps: int) -> bool:
     """Whether something that happens `every` so many steps (below 1: such a share of max_steps) happens after `step`."""
-    return every is not None and step % (int(every) if every >= 1 else math.ceil(every * max_steps)) == 0
+    return every is not None and step % interval(every, max_steps) == 0

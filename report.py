@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import glossary
+from config import interval
 from verdict import duplicates, name_of, saturation, trend
 
 COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9b", "#b7791f", "#4a5568")
@@ -115,7 +116,7 @@ def draw_budget(run: Run):
     steps, whole = np.array([r["step"] for r in records]), np.array([r["perf/step_s"] for r in records])
     every = run.config.get("weight_sync_steps", 1)
     parts = [np.array([sum(r.get(name) or 0 for name in names) for r in records], float) for _, _, names in BUDGET]
-    parts[2] /= every if run.config.get("logging_steps", 1) >= every else 1          # logged a sync, not a step
+    parts[2] /= every if interval(run.config.get("logging_steps", 1), run.config.get("max_steps", -1)) >= every else 1          # logged a sync, not a step
     rest = np.maximum(whole - sum(parts), 0)
     figure = Figure()
     axes = figure.subplots()

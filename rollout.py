@@ -217,6 +217,7 @@ class AsyncRolloutLoop:
                     self.scoring = asyncio.Semaphore(scorers)        # evaluation scores too
                     background = [tasks.create_task(work) for work in (
                         self.servers.watch(self.cap, self.max_model_len), evaluate_when_asked(self), *(self._score_forever() for _ in range(scorers)))]
+                    await self.cap.known.wait()              # before that, a small server would be flooded
                     await self._generate_all(tasks)
                     await self.score_queue.join()
                     self._report([])
@@ -241,7 +242,8 @@ class AsyncRolloutLoop:
     async def _beat(self) -> None:
         while True:
             self.shared.heartbeat.value = time.monotonic()
-            self.metrics.add_all({"rollout/concurrency": self.cap.running, "rollout/concurrency_cap": self.cap.limit})
+            if self.cap.known.is_set():
+                self.metrics.add_all({"rollout/concurrency": self.cap.running, "rollout/concurrency_cap": self.cap.limit})
             await asyncio.sleep(0.5)
 
     async def _generate_all(self, tasks: asyncio.TaskGroup) -> None:
@@ -329,16 +331,16 @@ class AsyncRolloutLoop:
         """The rollout, or what it raised: one that fails is left out of its group and counted. A ConfigError ends the run."""
         try:
             async with self.cap.place(self._left) as leave:
-                started = time.monotonic()
+                started, version = time.monotonic(), self.shared.version.value
                 tools = list(self.config.tools or [])
                 own = [getattr(getattr(self, name), "__func__", None) is getattr(AsyncRolloutLoop, name) for name in ("generate_one", "generate_one_turn")]
                 if all(own) and not tools and not self.environments.factories:
                     arrived.set(leave)               # one request a rollout: its place is free before the reply is read
                 try:
                     if not self.environments.factories:
-                        return whole(await self.generate_one(prompt, tools, group_id))
+                        return whole(await self.generate_one(prompt, tools, group_id), version)
                     async with self.environments.lend(row, prompt) as env:
-                        rollout = whole(await self.generate_one(prompt, tools + public_methods(env), group_id))
+                        rollout = whole(await self.generate_one(prompt, tools + public_methods(env), group_id), version)
                         return replace(rollout, env_reward=await self.environments.reward(env))
                 finally:
                     self.metrics.add("rollout/duration_s", time.monotonic() - started)
@@ -428,9 +430,13 @@ class AsyncRolloutLoop:
         self.shared.metrics.put((self.metrics.drain(), table if self.config.log_completions else []))
 
 
-def whole(rollout) -> Rollout:
+def whole(rollout, version: int) -> Rollout:
+    """What generate_one returned; a turn of a hook's own that does not say of which weights it is gets those at the rollout's start, the oldest possible."""
     if not isinstance(rollout, Rollout):
         raise ConfigError(f"generate_one returned a {type(rollout).__name__}: return a rollout.Rollout.")
+    for turn in rollout.turns:
+        if turn.model_version < 0:
+            turn.model_version, turn.mean_version, turn.max_version = version, float(version), version
     return rollout
 
 

@@ -34,7 +34,7 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield callable(config.tool_parser) or config.tool_parser in (None, *PARSERS), f"tool_parser={config.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
     yield all(map(callable, config.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
     for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
-                          weight_sync_steps=1, gradient_accumulation_steps=1, logging_steps=1, eval_num_generations=1, max_staleness=0, top_k=0,
+                          weight_sync_steps=1, gradient_accumulation_steps=1, eval_num_generations=1, max_staleness=0, top_k=0,
                           verify_sync_steps=0).items():
         yield getattr(config, name) >= low, f"{name}={getattr(config, name)} must be at least {low}."
     for name, low in dict(learning_rate=0, weight_decay=0, adam_epsilon=0, max_grad_norm=0, warmup_steps=0, epsilon=0, epsilon_high=0, save_total_limit=0,
@@ -61,17 +61,20 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield config.loop_cls is None or isinstance(config.loop_cls, type), "loop_cls must be a class, a subclass of rollout.AsyncRolloutLoop."
     yield config.score_centering or not config.centering_tail, "centering_tail=True is a part of score centering: set score_centering=True."
     yield config.torch_compile or not (config.torch_compile_backend or config.torch_compile_mode), "torch_compile_backend and torch_compile_mode need torch_compile=True."
+    yield config.weights_dtype in CHOICES["dtype"], f"dtype={config.weights_dtype!r} in model_init_kwargs must be one of {', '.join(CHOICES['dtype'])}."
+    strange = {"torch_dtype", "attn_implementation"} & {*(config.model_init_kwargs or {})}
+    yield not strange, f"model_init_kwargs must not set {', '.join(sorted(strange))}: use the options dtype and attention_backend."
     yield config.peft_config or not config.vllm_enable_lora, "vllm_enable_lora=True needs adapters to send: set peft_config."
     share = config.vllm_gpu_memory_utilization
     yield share is None or 0 < share < 1, f"vllm_gpu_memory_utilization={share} must be between 0 and 1."
-    for name, value in (("save_steps", config.save_steps), ("eval_steps", config.eval_steps)):
+    for name, value in (("logging_steps", config.logging_steps), ("save_steps", config.save_steps), ("eval_steps", config.eval_steps)):
         yield value is None or value >= 1 or (0 < value and config.max_steps > 0), f"{name}={value} must be at least 1, or with max_steps a share of it."
     alone = config.token_budget and not config.launch_server and not config.save_rollouts and config.eval_dataset is None
     yield not config.replay or alone, "replay trains on a folder, without a server: set token_budget as it was, and launch_server, save_rollouts, eval_dataset not."
     inside = config.replay and config.output_dir and Path(config.output_dir).resolve() in Path(config.replay).resolve().parents
     yield not inside, f"replay={config.replay} lies in output_dir, whose rollouts a new run sets aside: set another output_dir."
     yield config.eval_dataset is not None or not (config.eval_steps or config.eval_on_start), "eval_steps and eval_on_start need eval_dataset."
-    yield config.fp16 or config.bf16 is not False or config.dtype != "float16", "dtype='float16' has no gradients that can be scaled: set fp16=True, which keeps fp32 masters."
+    yield config.fp16 or config.bf16 is not False or config.weights_dtype != "float16", "dtype='float16' has no gradients that can be scaled: set fp16=True, which keeps fp32 masters."
     yield not (config.bf16 and config.fp16), "bf16 and fp16 exclude each other: set one."
     yield config.token_budget is None or config.token_budget > 0, f"token_budget={config.token_budget} must be positive."
     yield config.max_steps > 0 or config.num_train_epochs > 0, "nothing to do: set max_steps or num_train_epochs above 0."

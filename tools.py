@@ -30,9 +30,9 @@ class TurnRecord:
     output_mask: list[int] | None = None                                 # 1: train on it, 0: context; None: all 1
     output_sampling_mask: list[list[int]] | None = None                  # candidate set of each output token; None: whole vocabulary
     output_sampler_logprobs: Sequence[dict[int, float]] | None = None    # sampler's top log-probs by token id
-    model_version: int = 0                                               # of the oldest output token
-    mean_version: float = 0.0                                            # over the output tokens
-    max_version: int = 0                                                 # of the newest
+    model_version: int = -1                                              # of the oldest output token; -1: the loop sets all three, to the rollout's first
+    mean_version: float = -1.0                                           # over the output tokens
+    max_version: int = -1                                                # of the newest
     version_told: bool = False                                           # by the server, else the one current at the request
 
 

@@ -139,7 +139,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 work = utilization([row for share in plan.shares for row in share.rows])
                 window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started, work))
                 feed.collect_metrics()
-                if step % config.logging_steps == 0 or (step == 1 and config.logging_first_step):
+                if due(config.logging_steps, step, config.max_steps) or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result(), feed.table)
                 if config.save_rollouts:
                     note_trained(config, step, plan)
@@ -241,7 +241,7 @@ def forward_backward(policy: Policy, objective: Objective, share: Share, device:
 
 def make_scheduler(config: Config, optimizer: torch.optim.Optimizer):
     steps = config.max_steps if config.max_steps > 0 else None
-    warmup = int(config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * (steps or 0))
+    warmup = int(config.warmup_steps) if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * (steps or 0) - 1e-9)
     try:
         return transformers.get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=config.lr_scheduler_kwargs)
     except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ samples, and weight syncs; generation's lost time is what `max_staleness` held i
 """
 from collections import Counter, deque
 
-from config import Config
+from config import Config, interval
 
 LOST = 0.1               # share of the time from which a wait counts
 FULL = 0.7               # KV cache usage of servers that have all they can take: the cap on rollouts keeps it between 0.6 and 0.8
@@ -30,7 +30,7 @@ class Verdict:
         """The `verdict/*` metrics of the window that ends at `step`; {} without the times of a step."""
         if not metrics.get("perf/step_s"):
             return {}
-        steps, self.last_step = min(step - self.last_step, self.config.logging_steps) or 1, step
+        steps, self.last_step = min(step - self.last_step, interval(self.config.logging_steps, self.config.max_steps)) or 1, step
         if self.starting and self.judged:    # the first window has the start of everything in it: it counts only while it is the only one
             self.starting = False
             self.windows.clear()

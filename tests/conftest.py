@@ -110,7 +110,7 @@ def tensors_of(row):
 
 
 def varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
-                     window_size=(-1, -1), softcap=0.0):
+                     window_size=(-1, -1), softcap=0.0, deterministic=False):
     """Stand-in for the hub's kernels, with their signature: sequence after sequence, the mask aligned to the bottom right.
 
     q (T, H, D), k and v (U, G, D), cu_seqlens (S + 1,) int32 -> (T, H, D). Computes in fp32 or wider.

@@ -286,6 +286,17 @@ def test_a_sliding_window_reaches_the_hubs_kernel_as_the_tokens_seen_before_ones
         assert calls[-1].options == dict(softmax_scale=None, causal=True) | wanted
 
 
+def test_a_run_that_must_be_deterministic_asks_the_hubs_kernel_for_it(calls):
+    """Its backward sums with atomics unless told otherwise, which torch's own switch does not see."""
+    row = rows()["two_levels"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(row, "hub", random_qkv(len(row.end)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls[-1].options == dict(softmax_scale=None, causal=True, deterministic=True)
+
+
 def test_padding_changes_nothing(hub):
     samples = random_group(np.random.default_rng(0), 0, [1, 2, 3, 4], 4, 6)
     short, long = pack_row(samples), pack_row(samples, 64)

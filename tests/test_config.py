@@ -84,7 +84,8 @@ def test_every_option_of_the_specification_is_here_or_named_in_the_readme_as_lef
     ("score_centering=false", "score_centering", False), ("score_centering=True", "score_centering", True), ("bf16=0", "bf16", False),
     ("bf16=none", "bf16", None), ("epsilon_high=None", "epsilon_high", None), ("token_budget=4096", "token_budget", 4096),
     ("model_init_kwargs={'a': 1, 'b': None}", "model_init_kwargs", {"a": 1, "b": None}),
-    ("model_init_kwargs=None", "model_init_kwargs", None),
+    ("model_init_kwargs=None", "model_init_kwargs", None), ('chat_template_kwargs={"enable_thinking": false, "n": null}', "chat_template_kwargs", dict(enable_thinking=False, n=None)),
+    ("logging_steps=5", "logging_steps", 5.0),
     ("model=org/name=1", "model", "org/name=1"), ("report_to=none", "report_to", "none"), ("run_name=none", "run_name", None),
     ("output_dir=/tmp/x", "output_dir", "/tmp/x"), ("train_dataset=data/train.jsonl", "train_dataset", "data/train.jsonl"),
     ("resume_from_checkpoint=true", "resume_from_checkpoint", True), ("resume_from_checkpoint=runs/x/checkpoint-4", "resume_from_checkpoint", "runs/x/checkpoint-4"),
@@ -125,6 +126,13 @@ def test_an_unknown_option_in_a_config_file_is_named_with_the_nearest(tmp_path, 
         load_config([write(tmp_path, text)])
 
 
+def test_a_subclass_that_is_not_frozen_is_one_sentence(tmp_path):
+    text = "from dataclasses import dataclass\nfrom config import Config\n{}\nclass Mine(Config):\n    cap: float = 0.9\nconfig = Mine(model='m', reward_funcs=len)\n"
+    with pytest.raises(ConfigError, match=r"my_run.py: .* write @dataclass\(frozen=True\)"):
+        load_config([write(tmp_path, text.format("@dataclass"))])
+    assert load_config([write(tmp_path, text.format("@dataclass(frozen=True)")), "cap=0.5"]).cap == 0.5
+
+
 def test_another_error_of_a_config_file_stays_what_it_is(tmp_path):
     with pytest.raises(TypeError, match="unsupported operand"):
         load_config([write(tmp_path, "1 + ''")])
@@ -156,7 +164,9 @@ def test_no_argument_shows_the_usage():
     (dict(optim="lion"), "optim='lion'"), (dict(dtype="int8"), "dtype='int8'"), (dict(bf16=True, fp16=True), "bf16 and fp16"),
     (dict(report_to="printer"), "report_to='printer'"), (dict(token_budget=0), "token_budget=0"),
     (dict(num_train_epochs=0), "num_train_epochs"),
-    (dict(save_steps=0), "save_steps=0"), (dict(save_steps=0.1), "save_steps=0.1"),
+    (dict(logging_steps=0.1), "logging_steps=0.1"), (dict(model_init_kwargs=dict(torch_dtype="bfloat16")), "torch_dtype"),
+    (dict(model_init_kwargs=dict(attn_implementation="sdpa")), "attention_backend"), (dict(model_init_kwargs=dict(dtype="int8")), "dtype='int8'"),
+    (dict(model_init_kwargs=dict(dtype="float16")), "dtype='float16'"), (dict(save_steps=0), "save_steps=0"), (dict(save_steps=0.1), "save_steps=0.1"),
     (dict(save_strategy="best"), "save_strategy='best'"), (dict(hub_strategy="checkpoint"), "hub_strategy='checkpoint'"),
     (dict(eval_steps=2), "eval_dataset"), (dict(eval_on_start=True), "eval_dataset"), (dict(eval_num_generations=0), "eval_num_generations=0"),
     (dict(eval_dataset=[], eval_steps=0.5), "eval_steps=0.5"), (dict(replay="rollouts"), "token_budget"),
@@ -179,7 +189,7 @@ def test_a_broken_constraint_is_a_sentence_that_names_the_option(changes, named)
 
 
 @pytest.mark.parametrize("changes", [
-    dict(top_p=0.9, top_k=50), dict(min_p=0.0), dict(temperature=0.01), dict(max_staleness=0), dict(num_train_epochs=0.5),
+    dict(logging_steps=0.1, max_steps=5), dict(model_init_kwargs=dict(dtype="bfloat16")), dict(top_p=0.9, top_k=50), dict(min_p=0.0), dict(temperature=0.01), dict(max_staleness=0), dict(num_train_epochs=0.5),
     dict(num_train_epochs=0, max_steps=5), dict(save_steps=0.1, max_steps=5), dict(eval_dataset=[], eval_steps=1), dict(lr_scheduler_type="linear", max_steps=5, warmup_steps=0.1),
     dict(vllm_importance_sampling_clip_min=1.0, vllm_importance_sampling_clip_max=1.0), dict(max_grad_norm=0.0), dict(learning_rate=0.0), dict(save_total_limit=0),
     dict(replay="run/rollouts", token_budget=9, output_dir="run/again"), dict(dtype="float16", fp16=True), dict(tools=[]), dict(vllm_server_base_url=["http://a:1", "https://b"])])

@@ -265,6 +265,55 @@ def test_bf16_hidden_states_still_get_fp32_reductions():
     assert logprobs.dtype == entropy.dtype == torch.float32 and (logprobs - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("score_centering", [False, True])
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_in_bf16_the_gradient_of_a_nearly_certain_token_is_right_to_a_few_percent(score_centering, with_sets):
+    """1 − p was once lost: the sum of two numbers rounded to bf16 was over 100 % off for p > 0.998."""
+    generator = torch.Generator().manual_seed(0)
+    M, V, D = 1500, 512, 64
+    weight, targets = torch.randn(V, D, generator=generator).bfloat16(), torch.randint(V, (M,), generator=generator)
+    hidden = (weight[targets].float() * torch.linspace(0.1, 0.35, M)[:, None] + 0.3 * torch.randn(M, D, generator=generator)).bfloat16()
+    rounded = hidden @ weight.T                                                    # the logits that the head sees
+    likely = rounded.topk(8).indices
+    candidates, forbidden = None, torch.zeros(M, V, dtype=torch.bool)
+    if with_sets:
+        forbidden = torch.rand(M, V, generator=generator) < 0.3
+        forbidden.scatter_(1, torch.cat([targets[:, None], likely], 1), False)
+        candidates = Candidates(*(~forbidden).nonzero(as_tuple=True), torch.zeros(M, dtype=torch.bool))
+
+    def gradient(hidden, logprobs, topk):
+        loss = policy_loss(Objective(score_centering=score_centering), logprobs, topk, logprobs.detach(), topk.detach(), torch.ones(M))
+        return torch.autograd.grad(loss.sum(), hidden)[0].double()
+    exact = hidden.double().requires_grad_()
+    logits = exact @ weight.double().T
+    wanted = (logits + (rounded.double() - logits).detach()).masked_fill(forbidden, -torch.inf).log_softmax(-1)
+    p = wanted.detach().gather(1, targets[:, None])[:, 0].exp()
+    wanted = gradient(exact, wanted.gather(1, targets[:, None])[:, 0], wanted.gather(1, likely))
+    hidden.requires_grad_()
+    got = gradient(hidden, *fused_logprobs(hidden, weight, targets, likely, candidates=candidates, block=200)[:2])
+    for low, high in ((0.5, 0.9), (0.9, 0.99), (0.99, 0.998), (0.998, 0.9999), (0.9999, 0.999999)):
+        inside = (p >= low) & (p < high)
+        assert inside.sum() > 20 and (got - wanted)[inside].norm() < 0.03 * wanted[inside].norm()
+
+
+def test_a_frozen_head_gets_no_gradient_computed():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        shapes = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if "mm" in str(func):
+                Products.shapes.append(tuple(out.shape))
+            return out
+    hidden, weight, ids = torch.randn(7, 4, requires_grad=True), torch.randn(30, 4), torch.zeros(7, 2, dtype=torch.int64)
+    logprobs, _, _ = fused_logprobs(hidden, weight, ids[:, 0], ids, block=30)
+    with Products():
+        logprobs.sum().backward()
+    assert hidden.grad.abs().max() > 0 and set(Products.shapes) == {(7, 30), (7, 4)}
+
+
 def test_an_empty_micro_batch_is_finite_and_has_zero_gradient():
     hidden, weight = torch.randn(5, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)

@@ -1,4 +1,6 @@
 """A packed row is a layout change only: every trained token's log-prob is that of its sample forwarded alone."""
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import attention
 import deltanet
 from config import ConfigError
 from loss import Objective, load_balancing_loss
-from model import Policy, aux_loss_coef, check_packing, refuse_unsupported
+from model import Policy, aux_loss_coef, check_packing, compute_dtype, load_policy, refuse_unsupported
 from packing import pack_row
 
 
@@ -44,7 +46,6 @@ def test_packed_logprobs_and_gradients_equal_separate_forwards(shape, checkpoint
 
 
 def test_a_packed_row_of_the_real_model_equals_its_samples_alone(small_model):
-    from model import load_policy
     from transformers import AutoTokenizer
     policy = load_policy(tiny_config(model=small_model), torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(small_model)
@@ -99,6 +100,44 @@ def test_a_model_that_scales_its_logits_is_refused(name, value):
     setattr(lm.config, name, value)
     with pytest.raises(ConfigError, match=name):
         refuse_unsupported("m", lm)
+
+
+@pytest.mark.parametrize("kind,refused", [("longrope", True), ("dynamic", True), ("linear", False), ("llama3", False)])
+def test_rotary_frequencies_that_depend_on_the_longest_sample_of_a_row_are_refused(kind, refused):
+    """The log-probs of a short sample once moved by 2.7 beside one beyond the original length."""
+    lm = tiny_lm()
+    for parameters in (dict(rope_type=kind, rope_theta=1e4, factor=4.0), dict(full_attention=dict(rope_type=kind, rope_theta=1e4), sliding_attention=dict(rope_type="default"))):
+        lm.config.rope_parameters = parameters
+        with pytest.raises(ConfigError, match="longest sample of a row") if refused else nullcontext():
+            refuse_unsupported("m", lm)
+
+
+@pytest.mark.parametrize("rewarded", [0, 255])
+def test_in_bf16_the_gradients_of_rollouts_that_share_a_token_are_summed_in_fp32(rewarded):
+    """256 that begin alike, one of them rewarded: their advantages sum to 0, and so must their gradients there. In bf16 the small ones vanished beside the large."""
+    G = 256
+    advantages = np.zeros(G)
+    advantages[rewarded] = 1
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    samples = [make_sample([1, 2, 3, 4, 5], 4, advantage=float(a)) for a in advantages]
+    policy, hidden = Policy(tiny_lm().bfloat16(), 1.0, "sdpa"), []
+    policy.lm.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state))
+    tensors, _ = tensors_of(pack_row(samples))
+    assert tensors["term_index"].tolist() == [3] * G
+    logprobs = policy(tensors)[0]
+    gradient, = torch.autograd.grad((logprobs * tensors["advantages"]).sum(), hidden)
+    one, = torch.autograd.grad(policy(tensors)[0][rewarded] * advantages[rewarded], hidden[1:])
+    assert gradient[0, 3].float().norm() < 0.01 * one[0, 3].float().norm()
+
+
+@pytest.mark.parametrize("changes,masters,computed", [
+    (dict(bf16=True, model_init_kwargs=dict(dtype="bfloat16")), torch.float32, torch.bfloat16), (dict(bf16=True, dtype="bfloat16"), torch.float32, torch.bfloat16),
+    (dict(model_init_kwargs=dict(dtype=torch.bfloat16)), torch.bfloat16, torch.bfloat16), (dict(dtype="auto"), torch.bfloat16, torch.bfloat16),
+    (dict(dtype="bfloat16", model_init_kwargs=dict(dtype="float32")), torch.float32, torch.float32)])
+def test_mixed_precision_has_fp32_masters_whatever_the_dtype_and_else_the_dtype_is_that_of_the_server_too(small_model, changes, masters, computed):
+    config = tiny_config(model=small_model, **changes)
+    policy = load_policy(config, torch.device("cpu"))
+    assert {p.dtype for p in policy.parameters()} == {masters} and compute_dtype(config, torch.device("cpu")) == computed
 
 
 # Mixture of experts
@@ -158,3 +197,16 @@ def test_a_schedule_that_lacks_its_numbers_is_one_sentence(changes):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match="lr_scheduler_kwargs"):
         train.make_scheduler(tiny_config(max_steps=30, **changes), optimizer)
+
+
+@pytest.mark.parametrize("share,steps,warmup", [(0.05, 10, 1), (0.29, 100, 29), (0.1, 50, 5), (3.0, 10, 3)])
+def test_a_share_of_warm_up_is_rounded_up_to_steps(share, steps, warmup):
+    """Rounded down, a short run had none."""
+    import train
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = train.make_scheduler(tiny_config(max_steps=steps, warmup_steps=share, lr_scheduler_type="constant_with_warmup"), optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step(), scheduler.step()
+    assert sum(rate < 0.1 for rate in rates) == warmup

@@ -18,6 +18,7 @@ from config import ConfigError
 from metrics import Window
 from replies import parse_generate
 from rollout import AsyncRolloutLoop, Rollout, Shared
+from tools import TurnRecord
 
 
 class Tokenizer:
@@ -680,6 +681,32 @@ def test_tokens_generated_and_not_yet_consumed_stay_within_the_allowance_and_use
         return loop.reserved_groups == 0 and (not loop._may_start() or len(server.bodies) == 48)
     drive(server, rows(12), shared=shared, allowance=allowance, may_consume=may_consume)
     assert allowance - 24 < max(outstanding) <= allowance
+
+
+def test_the_first_group_waits_until_the_servers_kv_cache_is_known():
+    """A group of 16 was once sent at once to a server with room for two."""
+    metrics = """vllm:cache_config_info{kv_cache_size_tokens="128"} 1.0
+vllm:kv_cache_usage_perc 0.7
+vllm:num_requests_running 1
+vllm:num_requests_waiting 0
+vllm:num_preemptions_total 0
+"""
+    with FakeServer(delay=0.05, metrics=metrics) as server:
+        out = drive(server, rows(1), num_generations=16)
+        assert server.most_active() == 2 and len(out.samples) == 16 and out.metrics.get("rollout/concurrency_cap", 2) == 2
+
+
+def test_a_turn_that_does_not_name_its_weights_has_those_at_the_rollouts_start(server):
+    """As the specification lists a TurnRecord; such samples once counted as those of version 0, and all were dropped as stale after a few syncs."""
+    class Own(AsyncRolloutLoop):
+        async def generate_one(self, prompt, tools, group_id=0):
+            turn = await self.generate_one_turn([1, 2, 3])
+            self.shared.version.value = 11
+            return Rollout([], turn.output_ids, [TurnRecord(turn.prompt_ids, turn.output_ids, turn.output_log_probs)])
+    shared = Shared.create()
+    shared.version.value = 10
+    out = drive(server, rows(1), Own, shared=shared)
+    assert [(sample.version, sample.mean_version) for sample in out.samples] == [(10, 10.0)] * 4
 
 
 def test_rollouts_at_once_stay_within_max_concurrent_rollouts(server):
