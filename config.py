@@ -82,7 +82,7 @@ class Config:
     router_aux_loss_coef: float | None = None     # None: the model config's value; 0 disables
 
     # Precision, memory, devices
-    bf16: bool | None = None                      # None: on a GPU, unless fp16 is set
+    bf16: bool | None = None                      # None: on a GPU or a CPU with AMX, unless fp16 is set
     fp16: bool = False
     tf32: bool | None = None
     gradient_checkpointing: bool | str = True      # or "selective": attention and products are kept, the rest recomputed

@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 import torch
 
 from adapters import largest_rank, served_rank, versions_kept
-from config import Config
+from config import Config, ConfigError
 from model import compute_dtype, device_type
 
 ONE_GPU_SHARE = 0.35     # of the GPU's memory for a server that shares it with the trainer
@@ -24,10 +24,12 @@ def cpu_threads() -> int:
 def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     """(argv, environment variables to add) of the server."""
     url, on_cpu = urlparse(config.server_urls[0]), device_type(config) == "cpu"
+    if url.port is None:
+        raise ConfigError(f"vllm_server_base_url={config.server_urls[0]} names no port, and a server started for it needs one: write {url.scheme}://{url.hostname}:8000.")
     dtype = compute_dtype(config, torch.device(device_type(config)))       # the trainer's: a gap in precision biases every ratio
     cli = ["vllm"] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model] if on_cpu else [*cli, "serve", config.model]
-    argv += ["--host", url.hostname or "localhost", "--port", str(url.port or 8000), "--dtype", str(dtype).removeprefix("torch."),
+    argv += ["--host", url.hostname or "localhost", "--port", str(url.port), "--dtype", str(dtype).removeprefix("torch."),
              "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
              "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
     revision = (config.model_init_kwargs or {}).get("revision")

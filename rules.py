@@ -18,9 +18,18 @@ CHOICES = dict(
 
 def rules(config) -> Iterator[tuple[object, str]]:
     """(whether it holds, what to change where it does not) of each."""
+    for part in (_types, _work, _numbers, _choices, _steps):
+        yield from part(config)
+
+
+def _types(config):
     for name, declared in typing.get_type_hints(type(config)).items():
         value, kind = getattr(config, name), declared | int if float in (declared, *typing.get_args(declared)) else declared
         yield declared is typing.Any or isinstance(value, kind), f"{name}={value!r} must be {getattr(declared, '__name__', declared)}."
+
+
+def _work(config):
+    """What is trained on what."""
     yield config.model, "model is missing: set it to a Hugging Face id or a folder."
     rewarded = config.reward_functions or config.environment_factory or config.loop_cls
     yield rewarded, "reward_funcs is missing: pass a function (prompts, completions, **columns) -> list of floats."
@@ -33,6 +42,9 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield (config.max_tool_calling_iterations or 0) >= 0, "max_tool_calling_iterations must be at least 0, or None for no limit."
     yield callable(config.tool_parser) or config.tool_parser in (None, *PARSERS), f"tool_parser={config.tool_parser!r} must be one of {', '.join(PARSERS)}, or a callable."
     yield all(map(callable, config.reward_functions)), "reward_funcs must be callables; serve a reward model and call it over HTTP."
+
+
+def _numbers(config):
     for name, low in dict(num_generations=2, max_completion_length=1, num_sampler_logprobs=1, max_concurrent_rollouts=1,
                           weight_sync_steps=1, gradient_accumulation_steps=1, eval_num_generations=1, max_staleness=0, top_k=0,
                           verify_sync_steps=0).items():
@@ -51,6 +63,9 @@ def rules(config) -> Iterator[tuple[object, str]]:
     yield not config.restricted_sampling or config.top_k > 0, "top_p < 1 and min_p > 0 need top_k too, which bounds the candidate set vLLM records."
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     yield 0 <= low <= 1 <= high, f"vllm_importance_sampling_clip_min={low} and _max={high} must enclose 1, the ratio of an unchanged policy."
+
+
+def _choices(config):
     for name, choices in CHOICES.items():
         yield getattr(config, name) in choices, f"{name}={getattr(config, name)!r} must be one of {', '.join(map(str, choices))}."
     urls = config.vllm_server_base_url if isinstance(config.vllm_server_base_url, list) else [config.vllm_server_base_url]
@@ -65,6 +80,10 @@ def rules(config) -> Iterator[tuple[object, str]]:
     strange = {"torch_dtype", "attn_implementation"} & {*(config.model_init_kwargs or {})}
     yield not strange, f"model_init_kwargs must not set {', '.join(sorted(strange))}: use the options dtype and attention_backend."
     yield config.peft_config or not config.vllm_enable_lora, "vllm_enable_lora=True needs adapters to send: set peft_config."
+
+
+def _steps(config):
+    """How long, how often, and what goes together."""
     share = config.vllm_gpu_memory_utilization
     yield share is None or 0 < share < 1, f"vllm_gpu_memory_utilization={share} must be between 0 and 1."
     for name, value in (("logging_steps", config.logging_steps), ("save_steps", config.save_steps), ("eval_steps", config.eval_steps)):

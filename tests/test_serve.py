@@ -141,3 +141,9 @@ def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):
     from dataclasses import replace
     with pytest.raises(ConfigError, match="something already answers"):
         Server(replace(fake_vllm(), output_dir=str(tmp_path)))
+
+
+def test_a_server_to_be_started_needs_a_port_in_its_address():
+    """It once listened at 8000 while the trainer asked port 80 for 30 minutes."""
+    with pytest.raises(ConfigError, match="names no port, .* write http://localhost:8000"):
+        server_command(tiny_config(vllm_server_base_url="http://localhost"))
