@@ -199,7 +199,7 @@ def test_a_schedule_that_lacks_its_numbers_is_one_sentence(changes):
         train.make_scheduler(tiny_config(max_steps=30, **changes), optimizer)
 
 
-@pytest.mark.parametrize("share,steps,warmup", [(0.05, 10, 1), (0.29, 100, 29), (0.1, 50, 5), (3.0, 10, 3)])
+@pytest.mark.parametrize("share,steps,warmup", [(0.05, 10, 1), (0.29, 100, 29), (0.07, 100, 7), (3.0, 10, 3)])
 def test_a_share_of_warm_up_is_rounded_up_to_steps(share, steps, warmup):
     """Rounded down, a short run had none."""
     import train

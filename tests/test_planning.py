@@ -21,7 +21,7 @@ from feed import RolloutFeed
 from metrics import Window
 from packing import plan_micro_batch
 from rollout import AsyncRolloutLoop
-from planning import plan_steps
+from planning import due, plan_steps
 
 BUDGET = 60
 
@@ -417,3 +417,8 @@ def test_an_empty_end_logs_nothing(make_feed):
     feed.next_plan()
     feed.window.result()
     assert feed.next_plan() is None and feed.window.values == {}
+
+
+@pytest.mark.parametrize("every,steps", [(3, [3, 6, 9]), (3.0, [3, 6, 9]), (0.5, [5, 10]), (0.25, [3, 6, 9]), (0.01, list(range(1, 11))), (None, [])])
+def test_what_happens_every_so_many_steps_or_share_of_them_is_due_then(every, steps):
+    assert [step for step in range(1, 11) if due(every, step, 10)] == steps
