@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 
@@ -57,7 +57,7 @@ class Chat:
         self.ends = re.compile("|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(eos_token_ids)))
         self.probe = Call(self.schemas[0]["function"]["name"], dict(probe="value"))
         written = self._probe_calls()
-        self.shows_calls = self.probe.name in written
+        self.shows_calls, self.several = self.probe.name in written, self._takes_several()
         self.parser = parser if callable(parser) else PARSERS[parser or self._parser_of(written)]
         if self._text(ASK, True) == tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})):
             print("warning: the chat template does not show the model its tools: describe them in the prompt, or give a template that "
@@ -89,6 +89,8 @@ class Chat:
         content, calls = self.parser(spoken.partition("<think>")[0], self.schemas)      # a call that is only thought about is none
         if not calls:
             return dict(role="assistant", content=self.tokenizer.decode(output_ids, skip_special_tokens=True)), []
+        if len(calls) > 1 and not self.several:      # and as plain text the template takes it
+            calls = [replace(call, error=call.error or "make one call at a time") for call in calls]
         if any(call.error for call in calls):
             return dict(role="assistant", content=text), calls
         return assistant_message(thought + tag + content if self.shows_calls else text, calls, calls_before), calls
@@ -140,6 +142,13 @@ class Chat:
                 break
         raise ConfigError(f"the chat template cannot render a tool call and its result ({problem}): use a model whose template can, or give "
                           "one with chat_template_kwargs={'chat_template': …}.")
+
+    def _takes_several(self) -> bool:
+        """Whether a message may hold more than one call: Llama 3's template raises there, which would cost the rollout."""
+        try:
+            return bool(self._text([*ASK, assistant_message("", [self.probe] * 2), *(tool_message(n, self.probe.name, "hear") for n in range(2))], True))
+        except TemplateError:
+            return False
 
     def _parser_of(self, written: str) -> str:
         """The parser that reads the template's own call back. Raises ConfigError."""

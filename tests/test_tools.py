@@ -128,7 +128,7 @@ def test_the_turns_end_is_added_as_context_only_where_it_was_not_sampled(chat, s
 
 @pytest.mark.parametrize("template, kwargs, tool, user", [
     (None, {}, True, True), ("QWEN25", {}, True, True), ("QWEN3", {}, True, False), ("QWEN3", dict(enable_thinking=False), False, False),
-    ("FORGETFUL", {}, False, False), ("DEEPSEEK", {}, True, True), ("LLAMA3", {}, True, True), ("MISTRAL", {}, True, True), ("QWEN3_CODER", {}, True, True)])
+    ("FORGETFUL", {}, False, False), ("DEEPSEEK", {}, True, True), ("LLAMA3", {}, True, True), ("LLAMA31", {}, True, True), ("MISTRAL", {}, True, True), ("QWEN3_CODER", {}, True, True)])
 def test_a_template_that_changes_what_was_rendered_or_said_is_found_out(chat, template, kwargs, tool, user):
     one = chat(template, **kwargs)
     assert (one.preserves("tool"), one.preserves("user")) == (tool, user)
@@ -496,6 +496,18 @@ def test_a_malformed_call_costs_no_rollout_and_counts_as_one_failure(agent, body
     assert len(out.samples) == 2 and trained_once(out, scripted) and out.metrics["tools/failure_frequency"] == 0.5
     second = scripted.tokenizer.decode(scripted.sampled[-1][0])
     assert second.index("<|im_start|>tool\nError: ") < second.index("<|im_start|>tool\n3<|im_end|>")
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_where_a_template_takes_one_call_in_a_message_several_are_each_told_so_and_cost_no_rollout(agent, both):
+    """Llama 3's raises beyond one: the rollout was lost, or the run where all of a group made two."""
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    out, scripted = agent(lambda text, turn, seed: (f"{call}; {call}" if both or seed % 2 else call) if "ipython<" not in text else "3", tool_parser=None,
+                          chat_template_kwargs=dict(chat_template=chat_templates.LLAMA31))
+    assert len(out.samples) == 2 and trained_once(out, scripted) and "rollout/failed_count" not in out.metrics
+    assert out.metrics["tools/call_frequency"] == (2 if both else 1.5) and out.metrics["tools/failure_frequency"] == pytest.approx(1 if both else 2 / 3)
+    told = [scripted.tokenizer.decode(prompt).count("ipython<|end_header_id|>\n\nError: make one call at a time<|im_end|>") for prompt, _ in scripted.sampled]
+    assert sorted(told) == ([0, 0, 2, 2] if both else [0, 0, 0, 2])
 
 
 def test_no_call_of_a_turn_that_was_cut_off_is_run(agent, tokenizer):
