@@ -71,7 +71,7 @@ def trained(folder):
 def both(tmp_path_factory, tiny_folder):
     """The same seeded run without and with evaluation, and its server."""
     folder, servers = tmp_path_factory.mktemp("evaluated"), []
-    for name, more in (("without", "seed=42"), ("with", EVALUATION)):
+    for name, more in (("without", "seed=42"), ("with", EVALUATION + ", logging_steps=100")):
         with Server(answer, keep=False, model=tiny_folder) as server:
             server.delay = 0.02
             start(folder / name, server, tiny_folder, more)
@@ -114,7 +114,9 @@ def test_every_completion_is_written_with_its_versions_and_the_means_are_logged(
     evaluated = {step["eval/step"]: step for step in steps if "eval/step" in step}
     files = {int(path.stem.removeprefix("step_")): [json.loads(line) for line in path.read_text().splitlines()] for path in (folder / "with" / "eval").iterdir()}
     last = max(step["step"] for step in steps)
-    assert {0, last} <= set(files) and set(evaluated) <= set(files) and last in evaluated
+    assert {0, last} <= set(files) == set(evaluated) and len(steps) == len(files) + 1, "one line each, and the one window of logging_steps=100"
+    assert all(name.startswith("eval/") for line in evaluated.values() for name in line.keys() - {"step", "time_s"})
+    assert sum("loss" in step for step in steps) == 1 and not any("eval/" in name for step in steps if "loss" in step for name in step)
     records, logged = files[last], evaluated[last]
     assert sorted(record["index"] for record in records) == sorted(list(range(EVALUATED)) * 3)
     rewards = [record["reward"] for record in records]
