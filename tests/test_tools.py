@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import chat_templates
 import pytest
@@ -662,3 +663,12 @@ def test_an_agents_request_follows_the_evaluation_it_belongs_to_and_training_oth
     assert {**changed, "temperature": 0.9, "model": "tiny", "extra_body": changed["extra_body"] | dict(top_k=0)} == plain
     with pytest.raises(ConfigError, match="candidate sets"):
         chat_request(tiny_config(top_k=20), 7)
+
+
+def test_a_chat_template_is_served_and_not_sent_with_a_request_where_vllm_refuses_it():
+    """Each request of an agent was answered 400, since a server trusts no template that a request brings."""
+    render = pytest.importorskip("vllm.renderers.online_renderer").OnlineRenderer
+    kwargs = dict(chat_template=chat_templates.DEEPSEEK, enable_thinking=False)
+    sent = chat_request(tiny_config(chat_template_kwargs=kwargs), 7)["extra_body"]["chat_template_kwargs"]
+    refusals = [render.validate_chat_template(SimpleNamespace(create_error_response=str), None, these, False) for these in (sent, kwargs)]
+    assert sent == dict(enable_thinking=False) and refusals[0] is None and "chat template" in refusals[1]
