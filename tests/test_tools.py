@@ -12,6 +12,7 @@ from conftest import tiny_config
 from fake_server import FakeServer, choice
 from test_rollout import drive
 
+import tools
 from chat_api import chat_request
 from config import ConfigError
 from evaluate import evaluating
@@ -189,14 +190,31 @@ def test_rendering_a_long_conversation_costs_what_each_turn_adds(chat, tokenizer
     assert max(encoded[1:]) < 300 and sum(encoded) < 40 * 300 < len(tokenizer.decode(prompt)) * 2
 
 
-def test_128_conversations_at_once_that_are_rendered_anew_are_encoded_once(tokenizer):
-    one = Chat(tokenizer, None, [add], [END], "hermes")
-    before, texts = one.encode_turn.cache_info().misses, [""] * 128
+def test_128_conversations_at_once_that_are_rendered_anew_are_encoded_once(tokenizer, monkeypatch):
+    one, encoded = Chat(tokenizer, None, [add], [END], "hermes"), []
+    plain, texts = one.ids_of, [""] * 128
+    monkeypatch.setattr(one, "ids_of", lambda text: encoded.append(text) or plain(text))
     for turn in range(20):
         for c in range(128):
             texts[c] += f"say {c} {turn}<|im_end|>hear {c} {turn}<|im_end|>"
             one._encode(texts[c])
-    assert one.encode_turn.cache_info().misses - before <= 128 * 20 * 3
+    assert len(encoded) <= 128 * 20 * 3
+
+
+def test_a_result_that_is_never_rendered_again_is_not_kept_and_what_is_kept_has_a_bound(chat, encode, monkeypatch):
+    """Of a search tool's pages, a text and a list of ids each, the last 32768 were kept: 6 GB."""
+    for template, kept in ((None, False), ("FORGETFUL", True)):
+        one, reply = chat(template), dict(role="assistant", content="hello")
+        turn = TurnRecord(one.prompt(ASKED), [28120, END])
+        before = one.held
+        for n in range(100):
+            assert encode(f"page {n}")[-1] in one.next_prompt([*ASKED, reply], [tool_message(0, "add", f"page {n} " + "word " * 400)], turn)
+        assert (one.held > before, any("page 99" in text for text in one.turns)) == (kept, kept)
+        monkeypatch.setattr(tools, "KEPT_BYTES", one.held // 2)
+        ids = one.prompt([dict(role="user", content="word " * 400)])
+        assert one.held <= tools.KEPT_BYTES and one.held == sum(text.__sizeof__() + ids.__sizeof__() for text, ids in one.turns.items())
+        assert ids == encode(one._text([dict(role="user", content="word " * 400)], True))
+        monkeypatch.undo()
 
 
 def test_tool_calls_of_none_are_none_where_arguments_are_text(chat):
