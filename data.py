@@ -3,6 +3,7 @@ import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from config import ConfigError
@@ -35,7 +36,7 @@ def load_rows(source, split: str = "train", option: str = "train_dataset", envir
     rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
     if len(rows) == 0:
         raise ConfigError(f"{option} {origin} has no rows.")
-    for index, row in enumerate(rows):
+    for index, row in enumerate(islice(rows, len(rows))):        # a map-style dataset whose __getitem__ takes any number has no end
         if problem := _environment_problem(row, environments) or _prompt_problem(row, bool(environments)):
             raise ConfigError(f"row {index} of {option} {origin}: {problem}")
     return rows

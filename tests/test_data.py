@@ -39,6 +39,27 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, source):
     assert len(rows) == 3 and [rows[i] for i in range(3)] == ROWS
 
 
+class Sums:
+    """As a torch Dataset: problems made from their number, whatever it is. Counts what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        assert i < 99, "asked for without end"
+        return dict(prompt=chat(f"{i} + {i}?"), answer=2 * i)
+
+
+def test_of_a_map_style_dataset_each_row_up_to_its_length_is_looked_at_even_where_no_index_is_an_error():
+    """Without __iter__ Python asks for rows until an IndexError: the start never ended."""
+    sums = Sums()
+    assert load_rows(sums) is sums and sums.asked == [0, 1, 2, 3, 4]
+
+
 def test_blank_lines_of_a_jsonl_are_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" + json.dumps(ROWS[0]) + "\n\n  \n" + json.dumps(ROWS[1]) + "\n")
