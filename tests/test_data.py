@@ -91,6 +91,34 @@ def test_a_source_that_cannot_be_used_is_one_sentence(source, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+def part(**fields):
+    return [dict(prompt=[dict(role="user", content=[dict(type="text", text="What is it?"), fields])])]
+
+
+@pytest.mark.parametrize("source, words", [
+    *((part(**fields), "row 0 of train_dataset list: its prompt has a part with image: images, video and audio are not supported") for fields in (
+        dict(type="image"), dict(type="image_url", image_url=dict(url="x")), dict(image="x.png"))),
+    (part(type="video", video="x"), "a part with video"), (part(type="input_audio", input_audio={}), "a part with audio"),
+    *(([ROWS[0], dict(prompt=[dict(role="user", content=content)])], f"row 1 of train_dataset list: a message of its prompt has the content {content!r}: make it text") for content in (
+        None, 3, dict(text="a"), ["a"]))])
+def test_a_message_without_text_or_with_an_image_is_one_sentence_at_the_start(source, words):
+    with pytest.raises(ConfigError) as caught:
+        load_rows(source)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_text_parts_and_calls_without_text_are_messages():
+    rows = [*part(type="text", text="a", image=None), dict(prompt=[*chat("a"), dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments={}))])])]
+    assert load_rows(rows) is rows
+
+
+def test_a_jsonl_that_is_not_utf_8_is_one_sentence(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(ROWS[2], ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(ConfigError, match="train_dataset .*rows.jsonl is not UTF-8 .*save it as UTF-8"):
+        load_rows(str(path))
+
+
 def test_a_callable_that_does_not_tell_its_parameters_is_called():
     with pytest.raises(ValueError):
         inspect.signature(dict)

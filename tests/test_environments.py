@@ -130,11 +130,24 @@ def test_an_environment_may_own_the_data_without_any_dataset(play):
 
 @pytest.mark.parametrize("rows, environments, words", [
     (None, dict(a=Counting), "train_dataset is missing"), ([dict(environment="c")], dict(a=Counting, b=Counting), "row 0.*must name one of a, b"),
-    ([dict(target=1)], dict(a=Counting), "row 0.*must name one of a"), ([dict(target=1)], None, "no 'prompt' column"),
+    ([dict(target=1)], dict(a=Counting), "row 0.*must name one of a"), ([dict(environment=["a"])], dict(a=Counting), "row 0.*must name one of a"),
+    ([dict(environment=3)], dict(a=Counting), "row 0.*must name one of a"), ([dict(target=1)], None, "no 'prompt' column"),
     ([dict(prompt="text")], Counting, "not a conversation")])
 def test_rows_that_do_not_fit_the_environments_are_a_sentence(rows, environments, words):
     with pytest.raises(ConfigError, match=words):
         load_rows(rows, environments=environments)
+
+
+@pytest.mark.parametrize("row, words", [(dict(goal=2, target=3), "called with the dataset's columns goal, target .*unexpected keyword argument 'target'.*accept ..kwargs or that column"),
+                                        ({}, "called with the dataset's columns .none. .missing a required argument: 'goal'.*a default")])
+def test_a_reset_that_does_not_take_the_rows_columns_is_a_sentence_that_names_its_class(play, row, words):
+    class Narrow(NoReward):
+        def reset(self, goal):
+            return "Go."
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play(half_right, [row], environment_factory=Narrow, reward_funcs=len)
+    error = caught.value.exceptions[0]
+    assert isinstance(error, ConfigError) and re.match(f"Narrow.reset is {words}", str(error)) and play.server.bodies == []
 
 
 # Tools and rewards
