@@ -314,7 +314,7 @@ class AsyncRolloutLoop:
             samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)
             self.metrics.add("sampling/invalid_logprob_count", invalid)
             if invalid and not samples:
-                raise ConfigError(f"the server returned no usable log-prob for any token of a rollout (prompt {row_index}): its logits are broken; "
+                raise ConfigError(f"the server at {self.servers.urls[route.get()[0]]} returned no usable log-prob for any token of a rollout (prompt {row_index}): its logits are broken; "
                                   "check its dtype and weights.")
             sequences.append(samples)
         self._record_rollouts(rollouts, sequences)
