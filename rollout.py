@@ -118,6 +118,8 @@ class AsyncRolloutLoop:
         turn would not fit the server's context: results nobody would answer are then left out.
         """
         if not tools:
+            if self.config.tools or self.config.environment_factory:     # a fraction of every rollout, those without a tool too
+                self.metrics.add("tools/loop_exhausted_frac", 0.0)
             turn = await self.generate_one_turn([*self.rendered(json.dumps(prompt))])
             text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
             return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
@@ -130,9 +132,10 @@ class AsyncRolloutLoop:
             rollout.turns.append(turn)
             rollout.completion.append(message)
             rollout.completion_ids += turn.output_ids
+            if calls:
+                self.metrics.add("tools/parallel_calls_mean", len(calls))
             if not calls or exhausted:
                 break
-            self.metrics.add("tools/parallel_calls_mean", len(calls))
             results = []
             for number, call in enumerate(calls, rollout.tool_call_count):      # in the order the model made them
                 text, failed = await run_call(call, by_name, self.metrics)

@@ -227,6 +227,18 @@ def test_an_environment_without_tools_plays_single_turns(play):
     assert out.metrics["rollout/turns_mean"] == 1 and sorted(s.reward for s in out.samples) == [1, 2, 3, 4]
 
 
+def test_rollouts_of_an_environment_without_tools_count_among_those_that_used_their_turns_up_or_not(play):
+    """Only the others did: 1.0 where half of the rollouts had no tool at all. And the last message's calls, which are not run, are calls."""
+    class Quiz(NoReward):
+        def get_reward(self):
+            return 1.0
+    call = hermes("increment", step=1)
+    out, _ = play(lambda text, turn, seed: "done" if "Go." in text else call if turn == 0 else call * 3, [dict(environment="quiz"), dict(environment="count")],
+                  environment_factory=dict(quiz=Quiz, count=Counting), max_tool_calling_iterations=1)
+    wanted = {"tools/loop_exhausted_frac": 0.5, "tools/parallel_calls_mean": 2, "tools/call_frequency": 0.5, "rollout/turns_mean": 1.5}
+    assert {name: out.metrics[name] for name in wanted} == wanted
+
+
 # The pool
 
 @pytest.mark.parametrize("where", ["reset", "generate_one", "get_reward", "nowhere"])
