@@ -1,11 +1,13 @@
 """Environments: one a rollout, its task in that rollout's prompt alone, its methods as tools, its own reward, and back to the pool."""
 import asyncio
+import json
 import math
 import re
 from collections import Counter
 
 import chat_templates
 import pytest
+from conftest import tiny_config
 from fake_server import FakeServer
 from test_rollout import drive
 from test_tools import END, Script, hermes, tokenizer, trained_once  # noqa: F401  (tokenizer is a fixture)
@@ -13,6 +15,9 @@ from test_tools import END, Script, hermes, tokenizer, trained_once  # noqa: F40
 from config import ConfigError
 from data import load_rows
 from environments import add_task, public_methods
+from metrics import Window
+from recording import read_groups
+from replay import ReplayFeed
 from rollout import AsyncRolloutLoop
 
 
@@ -108,6 +113,29 @@ def test_the_text_of_reset_is_in_each_rollouts_prompt_once_and_the_rows_stay_as_
 def test_the_text_goes_to_the_last_user_message_or_becomes_one(prompt, task, expected):
     add_task(prompt, task, "Env")
     assert [message["content"] for message in prompt] == expected
+
+
+def test_each_rollout_is_recorded_with_its_own_task_and_a_folder_with_one_prompt_a_group_replays_as_before(play, tmp_path):
+    """All four were recorded as rollouts of the first one's task."""
+    class Numbered(NoReward):
+        made = []
+
+        def reset(self, **columns):
+            self.made.append(len(self.made))
+            self.target = self.made[-1]
+            return f"Reach {self.target}."
+
+        def get_reward(self):
+            return float(self.target)
+    play(lambda text, turn, seed: re.findall(r"Reach (\d+)", text)[0], [{}], environment_factory=Numbered, save_rollouts=True, output_dir=str(tmp_path))
+    group, = read_groups(tmp_path / "rollouts")
+    assert {(r["prompt"][0]["content"], r["completion"][0]["content"], r["reward"]) for r in group["rollouts"]} == {(f"Reach {n}.", f"{n}", n) for n in range(4)}
+    old = tmp_path / "old"
+    old.mkdir()
+    before = group | dict(prompt=group["rollouts"][0]["prompt"], rollouts=[{name: value for name, value in r.items() if name != "prompt"} for r in group["rollouts"]])
+    (old / "groups_00000.jsonl").write_text(json.dumps(before) + "\n")
+    replayed = [[s.input_ids.tolist() for s in ReplayFeed(tiny_config(replay=str(folder), token_budget=999), Window()).recorded] for folder in (tmp_path / "rollouts", old)]
+    assert replayed[0] == replayed[1] and len(replayed[0]) == 4
 
 
 def test_a_reset_that_gives_neither_text_nor_none_or_no_prompt_at_all_is_a_sentence():
