@@ -322,6 +322,8 @@ def test_a_malformed_call_is_a_call_with_an_error_and_a_good_one_beside_it_stays
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1'), ("mistral", "[TOOL_CALLS]"), ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>"),
     ("deepseek", "<｜tool▁call▁begin｜>"), ("qwen3_coder", "<tool_call>add(1, 2)</tool_call>"), ("json", '```json\n{"name": "add", \n```'),
     ("qwen3_coder", "<tool_call><function=add><parameter=a>one</parameter></function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=say><parameter=text>x<parameter=a>1</parameter></function></tool_call>"),
     ("llama3_json", '{"name": "add", "parameters": {"a": NaN, "b": 1}}'), ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1e999}')])
 def test_in_every_format_a_malformed_call_is_told_so_and_none_is_guessed(name, text):
     _, calls = PARSERS[name](text, SCHEMAS)
@@ -335,6 +337,14 @@ def test_a_qwen3_coder_parameter_that_may_be_text_is_text_where_it_is_no_json_an
     schema = dict(function=dict(name="f", parameters=dict(properties=dict(x=dict(type=kind) if kind else {}))))
     call, = PARSERS["qwen3_coder"](f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>", [schema])[1]
     assert call.error if value is None else (call.error, call.arguments) == (None, dict(x=value))
+
+
+def test_a_qwen3_coder_parameter_without_its_end_is_named_and_what_looks_like_other_tags_is_its_text():
+    """It was left out, and the call run without it."""
+    call, = PARSERS["qwen3_coder"]("<tool_call><function=add><parameter=a>1</parameter><parameter=b>\n2\n</function></tool_call>", SCHEMAS)[1]
+    assert call == Call("add", {}, "<parameter=b> has no </parameter> after its value")
+    call, = PARSERS["qwen3_coder"]("<tool_call><function=say><parameter=text><b>x</b> </param></parameter></function></tool_call>", SCHEMAS)[1]
+    assert call == Call("say", dict(text="<b>x</b> </param>"))
 
 
 def test_a_call_that_is_only_thought_about_is_none(chat, encode):
