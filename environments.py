@@ -42,12 +42,12 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def lend(self, row: dict, prompt: list[dict]):
-        """An instance reset to the row's columns; the task that reset returns is added to `prompt`, which is this rollout's own."""
+        """An instance reset to the row's columns, but for the one that chooses among several environments; the task that reset returns is added to `prompt`, which is this rollout's own."""
         name = None if None in self.factories else row["environment"]
         idle = self.idle[name]
         env = idle.pop() if idle else await call_function(self.factories[name], {})
         started = time.monotonic()
-        columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
+        columns = {key: copy.deepcopy(value) for key, value in row.items() if name is None or key != "environment"}
         check_columns(env, columns)
         task = await call_function(env.reset, columns)
         self.metrics().add("env/reset_s", time.monotonic() - started)

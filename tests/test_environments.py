@@ -150,6 +150,11 @@ def test_reset_gets_the_rows_columns_but_not_the_environments_name(play):
     assert Counting.resets == [dict(target=2, extra=[1])] * 4
 
 
+def test_where_there_is_one_environment_a_column_of_that_name_is_the_datasets_own_and_reaches_reset(play):
+    play(half_right, [dict(environment="kitchen", target=2)])
+    assert Counting.resets == [dict(environment="kitchen", target=2)] * 4
+
+
 def test_an_environment_may_own_the_data_without_any_dataset(play):
     out, _ = play(half_right)
     assert {s.reward for s in out.samples} == {0.0, 1.0} and all(columns == dict(target=3) for columns in Counting.resets)
