@@ -15,7 +15,8 @@ def chat_request(config: Config, seed: int, model: str | None = None) -> dict:
     changes = evaluating.get()[0]
     known = dict(model=model or config.model, max_tokens=config.max_completion_length, temperature=config.temperature, top_p=1.0, seed=seed,
                  logprobs=True, top_logprobs=top)
-    extra = dict(top_k=0, min_p=0.0, repetition_penalty=1.0, return_token_ids=True, return_tokens_as_token_ids=True, chat_template_kwargs=config.chat_template_kwargs)
+    template = {name: value for name, value in (config.chat_template_kwargs or {}).items() if name != "chat_template"}       # the server has that one from its start
+    extra = dict(top_k=0, min_p=0.0, repetition_penalty=1.0, return_token_ids=True, return_tokens_as_token_ids=True, chat_template_kwargs=template)
     return known | dict(extra_body=extra | {name: value for name, value in changes.items() if name not in known}) | {
         name: value for name, value in changes.items() if name in known}
 

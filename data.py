@@ -3,6 +3,7 @@ import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from config import ConfigError
@@ -35,7 +36,7 @@ def load_rows(source, split: str = "train", option: str = "train_dataset", envir
     rows = source if hasattr(source, "__len__") and hasattr(source, "__getitem__") else list(source)
     if len(rows) == 0:
         raise ConfigError(f"{option} {origin} has no rows.")
-    for index, row in enumerate(rows):
+    for index, row in enumerate(islice(rows, len(rows))):        # a map-style dataset whose __getitem__ takes any number has no end
         if problem := _environment_problem(row, environments) or _prompt_problem(row, bool(environments)):
             raise ConfigError(f"row {index} of {option} {origin}: {problem}")
     return rows
@@ -45,7 +46,11 @@ def _read_jsonl(path: Path, option: str) -> list[dict]:
     if not path.is_file():
         raise ConfigError(f"{option} {path} is not a file.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path} is not UTF-8 ({error}): save it as UTF-8.") from None
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
@@ -65,7 +70,7 @@ def _load_dataset(name: str, split: str, option: str):
 
 
 def _environment_problem(row, environments) -> str | None:
-    if isinstance(environments, dict) and not (isinstance(row, dict) and row.get("environment") in environments):
+    if isinstance(environments, dict) and not (isinstance(row, dict) and isinstance(row.get("environment"), str) and row["environment"] in environments):
         return f"its 'environment' column must name one of {', '.join(environments)}."
     return None
 
@@ -78,8 +83,18 @@ def _prompt_problem(row, optional: bool) -> str | None:
         return "it has no 'prompt' column; rename yours to 'prompt'."
     prompt = row["prompt"]
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    return None if messages else ("its prompt is not a conversation: make it a list of messages, e.g. "
-                                  "[{'role': 'user', 'content': 'Hello'}].")
+    return next(filter(None, map(_message_problem, prompt)), None) if messages else (
+        "its prompt is not a conversation: make it a list of messages, e.g. [{'role': 'user', 'content': 'Hello'}].")
+
+
+def _message_problem(message: dict) -> str | None:
+    content = message["content"]
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = [kind for part in content for kind in ("image", "video", "audio") if kind in str(part.get("type")) or part.get(kind) is not None]
+        return f"its prompt has a part with {kinds[0]}: images, video and audio are not supported, leave such rows out." if kinds else None
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return None
+    return f"a message of its prompt has the content {content!r:.80}: make it text, or a list of parts like {{'type': 'text', 'text': 'Hello'}}."
 
 
 def prompt_order(num_rows: int, seed: int, start: int = 0) -> Iterator[tuple[int, int, int]]:

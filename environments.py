@@ -42,12 +42,13 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def lend(self, row: dict, prompt: list[dict]):
-        """An instance reset to the row's columns; the task that reset returns is added to `prompt`, which is this rollout's own."""
+        """An instance reset to the row's columns, but for the one that chooses among several environments; the task that reset returns is added to `prompt`, which is this rollout's own."""
         name = None if None in self.factories else row["environment"]
         idle = self.idle[name]
         env = idle.pop() if idle else await call_function(self.factories[name], {})
         started = time.monotonic()
-        columns = {key: copy.deepcopy(value) for key, value in row.items() if key != "environment"}
+        columns = {key: copy.deepcopy(value) for key, value in row.items() if name is None or key != "environment"}
+        check_columns(env, columns)
         task = await call_function(env.reset, columns)
         self.metrics().add("env/reset_s", time.monotonic() - started)
         try:
@@ -67,6 +68,17 @@ class EnvironmentPool:
         if math.isinf(value):
             raise ConfigError(f"{type(env).__name__}.get_reward returned {value}: return a finite number, or None for no reward.")
         return type(env), value
+
+
+def check_columns(env, columns: dict) -> None:
+    """Raises ConfigError where reset cannot be called with them: all rollouts would fail, each with a TypeError."""
+    try:
+        inspect.signature(env.reset).bind(**columns)
+    except ValueError:                               # one of those in C that do not tell
+        pass
+    except TypeError as error:
+        raise ConfigError(f"{type(env).__name__}.reset is called with the dataset's columns {', '.join(columns) or '(none)'} ({error}): let it accept **kwargs or that "
+                          "column, and give what is no column a default.") from None
 
 
 def public_methods(env) -> list[Callable]:

@@ -69,8 +69,9 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     for part in ("mean", "min", "max"):
         window.add_each(f"completions/{part}_length", lengths)
     window.add_each("completions/clipped_ratio", [r.turns[-1].output_ids[-1:] != [] and r.turns[-1].output_ids[-1] not in loop.eos_token_ids for r in rollouts])
-    for k in (k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= len(pairs)):
-        window.add(f"pass@{k}", pass_at(k, len(pairs), int((rewards >= 1).sum())))
+    scored = rewards[~np.isnan(rewards)]         # one that no source scores passed as little as it failed
+    for k in (k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= len(scored)):
+        window.add(f"pass@{k}", pass_at(k, len(scored), int((scored >= 1).sum())))
     return [dict(index=index, prompt=prompt, completion=r.completion, reward=None if math.isnan(reward) else float(reward), length=length,
                  model_version=min(turn.model_version for turn in r.turns), mean_version=float(np.mean([turn.mean_version for turn in r.turns])), max_version=max(turn.max_version for turn in r.turns))
             for (prompt, r), reward, length in zip(pairs, rewards, lengths)]

@@ -62,8 +62,9 @@ def copy_processor(config, revision: str | None, folder: Path) -> None:
 def card(config: Config) -> str:
     """README.md: what was trained, how, and the last logged metrics."""
     metrics = Path(config.output_dir) / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    last = json.loads(lines[-1]) if lines else {}
+    lines, last = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [], {}
+    for evaluated in (True, False):                  # each is a line of its own
+        last |= next((line for line in reversed(lines) if ("eval/step" in line) == evaluated), {})
     rewards = ", ".join(getattr(function, "__name__", type(function).__name__) for function in config.reward_functions)
     options = "\n".join(f"| {name} | `{value!r}` |" for name, value in vars(config).items() if isinstance(value, (str, int, float)) and name != "hub_token")
     values = "\n".join(f"| {name} | {value if isinstance(value, str) else f'{value:.6g}'} |" for name, value in last.items() if value is not None)

@@ -58,6 +58,7 @@ class RolloutFeed:
         self.config, self.window, self.check_server = config, window, check_server
         self.shared = Shared.create(len(config.server_urls))
         self.table: list[dict] = []      # the last scored group's completions
+        self.collected = 0               # shared.evaluate's number of the last evaluation collected
         self.given_back: list[Sample] = []
         self.buffer = deque(progress.samples)        # received, or from a checkpoint, and not yet drawn
         self.drawn: dict[int, Sample] = {}           # for steps that the loop has not taken, by id(), in order
@@ -208,7 +209,7 @@ class RolloutFeed:
                 waiting = self.drawn | {id(sample): sample for sample in (*self.given_back, *self.buffer) if sample is not None}
                 groups = {sample.group_id for sample in waiting.values()}
                 first = min(groups | {self.first})
-                unfinished = self.shared.evaluated.value != self.shared.evaluate.value
+                unfinished = self.collected != self.shared.evaluate.value        # one that ended and is not collected is in no log yet
                 return Progress(first, frozenset(self.beyond | set(range(first, self.first))), tuple(waiting.values()), unfinished)
         finally:
             self.undisturbed.set()
@@ -255,18 +256,24 @@ class RolloutFeed:
                                "something blocks its event loop, such as a hook that neither awaits nor returns.")
         raise RuntimeError(f"the rollout process died with exit code {code}" + (" (killed, often for memory)." if code == -9 else "."))
 
-    def collect_metrics(self) -> None:
-        """Move what the rollout process reported into the window."""
+    def collect_metrics(self) -> list[dict[str, float]]:
+        """Move what the rollout process reported into the window -> the evaluations among it, each by itself: a window would keep the last of each name."""
         self._collect_resolved()
+        evaluations = []
         while self.shared.metrics.qsize():               # not until the pipe is empty: it holds a few reports, and its writer may not have filled it again
             try:
                 values, table = self.shared.metrics.get(timeout=1)
             except (queue.Empty, EOFError, OSError):     # the writer was killed
                 break
-            self.window.merge(values)
+            if "eval/step" in values:
+                evaluations.append({name: value for name, (value, _) in values.items()})
+                self.collected = int(evaluations[-1]["eval/step"]) + 1
+            else:
+                self.window.merge(values)
             self.table = table or self.table
         for name in ("sample/dropped_stale_count", "batch/dropped_oversize_count", "rollout/vllm_retry_count"):
             self.window.add(name, 0)     # so that none shows as 0
+        return evaluations
 
     def stop(self) -> None:
         """End the process and the thread; returns within 10 s, with nothing left behind."""

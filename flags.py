@@ -32,11 +32,12 @@ def server_command(config: Config) -> tuple[list[str], dict[str, str]]:
     argv += ["--host", url.hostname or "localhost", "--port", str(url.port), "--dtype", str(dtype).removeprefix("torch."),
              "--seed", str(config.seed), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
              "--max-logprobs", str(max(20, config.num_sampler_logprobs + 1))]
-    revision = (config.model_init_kwargs or {}).get("revision")
+    revision, template = (config.model_init_kwargs or {}).get("revision"), (config.chat_template_kwargs or {}).get("chat_template")
     optional = [(vllm_has_flag("enable_scale_out"), ["--enable-scale-out"]),      # older ones offer /inference/v1/generate without it
                 (config.restricted_sampling and not on_cpu and vllm_has_flag("return_sampling_mask"), ["--return-sampling-mask"]),
                 (config.vllm_max_model_length, ["--max-model-len", str(config.vllm_max_model_length)]),
-                (revision, ["--revision", revision]), (config.trust_remote_code, ["--trust-remote-code"])]
+                (revision, ["--revision", revision]), (template and "{" in template, ["--chat-template", template]),     # trusted in no request; not the name of one of the tokenizer's
+                (config.trust_remote_code, ["--trust-remote-code"])]
     argv += [part for wanted, parts in optional if wanted for part in parts]
     more, environment = sync_flags(config, on_cpu)
     if on_cpu:

@@ -118,13 +118,14 @@ class Logger:
         return file
 
     def log(self, step: int, metrics: dict[str, float], table: list[dict] = ()) -> None:
-        """One window, with the last scored group's completions."""
+        """One window, with the last scored group's completions, or one evaluation."""
         metrics = metrics | self.verdict.judge(step, metrics)
         clean = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in metrics.items()}
         self._write(self.file, {"step": step, "time_s": round(time.time() - self.started, 3), **clean})
         self.records.append({name: value for name, value in clean.items() if SUMMARISED.fullmatch(name)})
         self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(short_verdict(clean), refresh=False)
+        if "eval/step" not in clean:
+            self.bar.set_postfix_str(short_verdict(clean), refresh=False)
         line = console_line(step, clean)
         self.bar.write(line) if not self.bar.disable else print(line, flush=True)
         valid = {name: value for name, value in clean.items() if value is not None}
@@ -181,6 +182,8 @@ def console_line(step: int, metrics: dict[str, float | None]) -> str:
     def show(name, form):
         value = metrics.get(name)
         return "-" if value is None else format(value, form)
+    if "eval/step" in metrics:
+        return f"step {step:4d}  evaluation of step {metrics['eval/step']:.0f}: reward {show('eval/reward', '.3f')}  pass@1 {show('eval/pass@1', '.3f')}"
     mfu = f"  mfu {metrics['perf/wall_clock_mfu']:.1f}%" if metrics.get("perf/wall_clock_mfu") is not None else ""
     return (f"step {step:4d}  reward {show('reward', '.3f')}  kept {show('reward_kept', '.3f')}  "
             f"trained {show('perf/wall_clock_trained_tokens_per_s', '.0f')} tok/s{mfu}  {short_verdict(metrics):20}  "

@@ -48,12 +48,11 @@ class RolloutWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file, self.written = (self.folder / f"groups_{len(list(self.folder.glob('groups_*.jsonl'))):05d}.jsonl").open("x"), 0
         count = sum(map(len, group.completions_sequences))
-        rollouts = [dict(completion=completion, reward=_number(reward), rewards=list(map(_number, each)), advantage=_number(advantage),
+        rollouts = [dict(prompt=prompt, completion=completion, reward=_number(reward), rewards=list(map(_number, each)), advantage=_number(advantage),
                          samples=[sample_record(sample) | dict(advantage=_number(advantage), reward=_number(reward), group_samples=count) for sample in samples])
-                    for completion, reward, each, advantage, samples in
-                    zip(group.completions, group.rewards, by_func.T, advantages, group.completions_sequences, strict=True)]
-        self.file.write(json.dumps(dict(group_id=group.group_id, row_index=group.row_index, model_version=group.model_version, kept=bool(kept),
-                                        prompt=group.prompts[0], rollouts=rollouts)) + "\n")
+                    for prompt, completion, reward, each, advantage, samples in
+                    zip(group.prompts, group.completions, group.rewards, by_func.T, advantages, group.completions_sequences, strict=True)]
+        self.file.write(json.dumps(dict(group_id=group.group_id, row_index=group.row_index, model_version=group.model_version, kept=bool(kept), rollouts=rollouts)) + "\n")
         self.file.flush()
         self.written += 1
 

@@ -16,6 +16,7 @@ import threading
 import warnings
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
@@ -40,9 +41,9 @@ def reward_names(funcs: list) -> list[str]:
 
 
 async def call_rewards(funcs: list, prompts: list, completions: list, completion_ids: list, columns: dict[str, list]) -> np.ndarray:
-    """(functions, rollouts) float64, NaN for None. All run at once, each on lists of its own; ConfigError names one at fault and the prompt."""
-    kwargs = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
-    calls = [_call_one(func, name, {key: list(values) for key, values in kwargs.items()}) for func, name in zip(funcs, reward_names(funcs))]
+    """(functions, rollouts) float64, NaN for None. All run at once, each on copies of its own; ConfigError names one at fault and the prompt."""
+    kwargs = dict(columns, prompts=prompts, completions=completions)       # ids are ints: lists of them need no deepcopy, 20 times as slow
+    calls = [_call_one(func, name, deepcopy(kwargs) | dict(completion_ids=[*map(list, completion_ids)])) for func, name in zip(funcs, reward_names(funcs))]
     return np.array(await asyncio.gather(*calls), dtype=float).reshape(len(funcs), len(prompts))
 
 
@@ -96,8 +97,7 @@ def last_number(text: str) -> Fraction | None:
 
 def number_match(completions, answer, **columns) -> list[float | None]:
     """1.0 when the last number of the reply is the last number of `answer` ("#### 72": 72), else 0.0; None for an answer without one."""
-    pairs = [(last_number(reply_text(reply)), last_number(str(gold))) for reply, gold in zip(completions, answer, strict=True)]
-    return [None if gold is None else float(number == gold) for number, gold in pairs]
+    return [None if (wanted := last_number(str(gold))) is None else float(last_number(reply_text(reply)) == wanted) for reply, gold in zip(completions, answer, strict=True)]
 
 
 def format_reward(completions, prompts=None, **columns) -> list[float]:

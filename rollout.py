@@ -118,6 +118,7 @@ class AsyncRolloutLoop:
         turn would not fit the server's context: results nobody would answer are then left out.
         """
         if not tools:
+            self.metrics.add("tools/loop_exhausted_frac", 0.0, float(bool(self.config.tools or self.config.environment_factory)))    # of every rollout of an agent
             turn = await self.generate_one_turn([*self.rendered(json.dumps(prompt))])
             text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
             return Rollout([dict(role="assistant", content=text)], turn.output_ids, [turn])
@@ -130,9 +131,9 @@ class AsyncRolloutLoop:
             rollout.turns.append(turn)
             rollout.completion.append(message)
             rollout.completion_ids += turn.output_ids
+            self.metrics.add("tools/parallel_calls_mean", len(calls), float(bool(calls)))
             if not calls or exhausted:
                 break
-            self.metrics.add("tools/parallel_calls_mean", len(calls))
             results = []
             for number, call in enumerate(calls, rollout.tool_call_count):      # in the order the model made them
                 text, failed = await run_call(call, by_name, self.metrics)
@@ -316,7 +317,7 @@ class AsyncRolloutLoop:
             samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)
             self.metrics.add("sampling/invalid_logprob_count", invalid)
             if invalid and not samples:
-                raise ConfigError(f"the server returned no usable log-prob for any token of a rollout (prompt {row_index}): its logits are broken; "
+                raise ConfigError(f"the server at {self.servers.urls[route.get()[0]]} returned no usable log-prob for any token of a rollout (prompt {row_index}): its logits are broken; "
                                   "check its dtype and weights.")
             sequences.append(samples)
         self._record_rollouts(rollouts, sequences)

@@ -134,7 +134,10 @@ def parse_qwen3_coder(text: str, schemas: list[dict]) -> tuple[str, list[Call]]:
             calls.append(Call(None, error=f"a tool call is <function=name> … </function>, not {body.strip()[:200]}"))
             continue
         name, arguments, error = function[1].strip(), {}, None
-        for key, value in re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", function[2], re.DOTALL):
+        parameter = re.compile(r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>", re.DOTALL)
+        if unread := re.search("<parameter=[^>\n]*>?", parameter.sub("", function[2])):
+            error = f"{unread[0]} has no </parameter> after its value"
+        for key, value in parameter.findall(function[2]):
             value = value.removeprefix("\n").removesuffix("\n")
             decoded = _typed(value, kinds.get(name, {}).get(key.strip(), "string"))
             if isinstance(decoded, Exception):

@@ -6,8 +6,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -18,6 +18,8 @@ from metrics import Window
 from packing import Sample
 from rewards import in_thread
 from tool_parsers import PARSERS, Call
+
+KEPT_BYTES = 1 << 28     # of turns as text and ids: 500 conversations of 60,000 tokens. Where they do not fit, each costs the square of its turns
 
 
 @dataclass
@@ -52,12 +54,14 @@ class Chat:
     def __init__(self, tokenizer, template_kwargs: dict | None, tools: list[Callable], eos_token_ids: list[int], parser=None):
         self.tokenizer, self.eos_token_ids, self.schemas = tokenizer, eos_token_ids, [tool_schema(tool) for tool in tools]
         self.kwargs, self.known = dict(template_kwargs or {}, tools=self.schemas), {}
-        # rollouts × turns × 2 texts: 4096 made 128 conversations at once that are rendered anew cost the square of their turns again
-        self.encode_turn = lru_cache(1 << 15)(lambda text: tokenizer(valid(text), add_special_tokens=False)["input_ids"])
+        self.ids_of = lambda text: tokenizer(valid(text), add_special_tokens=False)["input_ids"]
+        self.turns, self.held = {}, 0                # text -> (T,) token ids, the latest asked for last; their bytes
         self.ends = re.compile("|".join(re.escape(token) for token in tokenizer.convert_ids_to_tokens(eos_token_ids)))
         self.probe = Call(self.schemas[0]["function"]["name"], dict(probe="value"))
         written = self._probe_calls()
-        self.shows_calls = self.probe.name in written
+        self.shows_calls, self.several = self.probe.name in written, False
+        with suppress(TemplateError):                # Llama 3's raises at a second call in a message, which would cost the rollout
+            self.several = bool(self._text([*ASK, assistant_message("", [self.probe] * 2), *(tool_message(n, self.probe.name, "hear") for n in range(2))], True))
         self.parser = parser if callable(parser) else PARSERS[parser or self._parser_of(written)]
         if self._text(ASK, True) == tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})):
             print("warning: the chat template does not show the model its tools: describe them in the prompt, or give a template that "
@@ -71,7 +75,7 @@ class Chat:
         """Token ids after `turn`, whose reply is messages[-1], and the `new` messages, which are all of one role."""
         if not self.preserves(new[0]["role"]):
             return self.prompt(messages + new)
-        ids = self._encode(self._after(messages[-1], new))
+        ids = self._encode(self._after(messages[-1], new), keep=False)
         return turn.prompt_ids + turn.output_ids + ids[ended(turn.output_ids, self.eos_token_ids):]      # its end, where it was not sampled
 
     def preserves(self, role: str) -> bool:
@@ -89,6 +93,8 @@ class Chat:
         content, calls = self.parser(spoken.partition("<think>")[0], self.schemas)      # a call that is only thought about is none
         if not calls:
             return dict(role="assistant", content=self.tokenizer.decode(output_ids, skip_special_tokens=True)), []
+        if len(calls) > 1 and not self.several:      # and as plain text the template takes it
+            calls = [replace(call, error=call.error or "make one call at a time") for call in calls]
         if any(call.error for call in calls):
             return dict(role="assistant", content=text), calls
         return assistant_message(thought + tag + content if self.shows_calls else text, calls, calls_before), calls
@@ -100,10 +106,18 @@ class Chat:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **self.kwargs)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, keep: bool = True) -> list[int]:
         """Token ids. Each turn's by itself, for its end splits the text anyway: a turn that is rendered again is not encoded again."""
         cuts = [0, *(match.start() for match in self.ends.finditer(text)), len(text)]
-        return list(chain.from_iterable(self.encode_turn(text[start:end]) for start, end in pairwise(cuts)))
+        return list(chain.from_iterable((self._encode_turn if keep else self.ids_of)(text[start:end]) for start, end in pairwise(cuts)))
+
+    def _encode_turn(self, text: str) -> list[int]:
+        known = text in self.turns
+        self.turns[text] = ids = self.turns.pop(text) if known else np.array(self.ids_of(text), np.int32)      # as a list nine times as large
+        self.held += 0 if known else text.__sizeof__() + ids.__sizeof__()
+        while self.held > KEPT_BYTES:
+            self.held -= (oldest := next(iter(self.turns))).__sizeof__() + self.turns.pop(oldest).__sizeof__()
+        return ids.tolist()
 
     def _after(self, reply: dict, new: list[dict]) -> str:
         """What the template writes after a reply's text: its end-of-turn token, separators, the new messages, and the assistant's opening."""
@@ -133,11 +147,8 @@ class Chat:
                 opening, whole = self._text(ASK, True), self._text(exchange[:2])
                 written = whole.removeprefix(opening if whole.startswith(opening) else self._text(ASK))
                 return written[:max((match.start() for match in self.ends.finditer(written)), default=len(written))]
-            except TypeError as error:               # it joins the arguments to a string, or expects a dict
+            except (TypeError, TemplateError) as error:      # it joins the arguments to a string, or expects a dict
                 problem = error
-            except TemplateError as error:
-                problem = error
-                break
         raise ConfigError(f"the chat template cannot render a tool call and its result ({problem}): use a model whose template can, or give "
                           "one with chat_template_kwargs={'chat_template': …}.")
 

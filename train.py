@@ -138,7 +138,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                     "perf/fwd_bwd_s": seconds(training, stepping), "perf/optimizer_s": seconds(stepping, stepped)})
                 work = utilization([row for share in plan.shares for row in share.rows])
                 window.add_all(speed(plan, seconds(training, stepping), time.monotonic() - started, work))
-                feed.collect_metrics()
+                log_evaluations(feed, logger, step)
                 if due(config.logging_steps, step, config.max_steps) or (step == 1 and config.logging_first_step):
                     logger.log(step, window.result(), feed.table)
                 if config.save_rollouts:
@@ -166,14 +166,12 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
                 feed.shared.version.value = version
         if rank == 0 and config.eval_dataset is not None:
             feed.await_evaluation()                             # one may be under way, even this step's
-            feed.collect_metrics()
-            if "eval/step" in window.values:
-                logger.log(step, window.result())
+            log_evaluations(feed, logger, step)
             if feed.evaluated != step:
                 feed.evaluate(step)
                 feed.await_evaluation()
-                feed.collect_metrics()
-        if rank == 0 and window.values:
+                log_evaluations(feed, logger, step)
+        if rank == 0 and "loss" in window.values:               # else all steps are logged: what came in since, while an evaluation ran, is of none
             logger.log(step, window.result())
         if rank == 0:
             (Path(config.output_dir) / "model" / "README.md").write_text(card(config))
@@ -196,6 +194,12 @@ def make_feed(config: Config, argv: list[str], window: Window, server: Server | 
     max_model_len = min(check_server(config, url) for url in config.server_urls)
     feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None, progress)
     return feed, config.token_budget or max_model_len
+
+
+def log_evaluations(feed: RolloutFeed, logger: Logger, step: int) -> None:
+    """Collect what the rollout process reported; an evaluation among it becomes a line as it arrives, whatever logging_steps is."""
+    for evaluation in feed.collect_metrics():
+        logger.log(step, evaluation)
 
 
 def agreed(number: int) -> int:

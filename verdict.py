@@ -129,14 +129,14 @@ def trend(records: list[dict], name: str) -> tuple[float, float] | None:
 def sources(records: list[dict]) -> int:
     """How many reward functions and environments, of up to 1 each, add up to a rollout's reward: 1 where each scores rollouts of its own.
 
-    A penalty, at times below 0 and never above, is none of them.
+    A penalty, at times below 0 and never above, is none of them: of penalties alone the best reward is 0.
     """
     last = next((record for record in reversed(records) if record.get("reward") is not None), {})
     means = {name: value for name, value in last.items() if name.startswith("rewards/") and name.endswith("/mean") and value is not None}
-    if not means or abs(sum(means.values()) - last["reward"]) > 0.01:
-        return 1
-    seen = [[record[name] for record in records if record.get(name) is not None] for name in means]
-    return max(sum(max(values) > 0 or min(values) >= 0 for values in seen), 1)
+    together = means and abs(sum(means.values()) - last["reward"]) <= 0.01
+    seen = [[record[name] for record in records if record.get(name) is not None] for name in means or ["reward"]]
+    count = sum(max(values) > 0 or min(values) >= 0 for values in seen)
+    return count if together else min(count, 1)
 
 
 def saturation(records: list[dict], reward_range: tuple[float, float] | None = None) -> tuple[str, str]:
@@ -148,7 +148,7 @@ def saturation(records: list[dict], reward_range: tuple[float, float] | None = N
         return "no dropped group has a reward: every reward function returned None", "check the reward functions and their columns"
     seen = [record[name] for record in records for name in ("reward", "reward_kept", "reward_dropped") if record.get(name) is not None]
     low, high = reward_range or (min(seen + [0.0]), max([*seen, sources(records)]))
-    place, falls = (dropped[1] - low) / (high - low), 0.1 * (high - low)
+    place, falls = (dropped[1] - low) / (high - low or 1.0), 0.1 * (high - low)
     if reward[0] - reward[1] > falls and dropped[0] - dropped[1] > falls:
         return "regression: groups that used to pass now fail together", "check completions/duplicate_frac and entropy for a collapse"
     if place > 0.8:

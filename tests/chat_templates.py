@@ -48,6 +48,10 @@ LLAMA3 = """{%- if tools %}{{- tools | tojson }}{%- endif %}
     {%- else %}{{- message.content | trim }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
+# As Meta's own: one call in a message, or none.
+LLAMA31 = LLAMA3.replace("{%- if message.tool_calls %}", "{%- if message.tool_calls and message.tool_calls | length != 1 %}"
+                         "{{- raise_exception('This model only supports single tool-calls at once!') }}{%- elif message.tool_calls %}")
+
 MISTRAL = """{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) }}{%- endif %}{%- for message in messages %}
     {%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
     {%- elif message.role == 'tool' %}{%- if message.tool_call_id | length != 9 %}{{- raise_exception('ids have nine characters') }}{%- endif %}

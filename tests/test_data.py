@@ -39,6 +39,27 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, source):
     assert len(rows) == 3 and [rows[i] for i in range(3)] == ROWS
 
 
+class Sums:
+    """As a torch Dataset: problems made from their number, whatever it is. Counts what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        assert i < 99, "asked for without end"
+        return dict(prompt=chat(f"{i} + {i}?"), answer=2 * i)
+
+
+def test_of_a_map_style_dataset_each_row_up_to_its_length_is_looked_at_even_where_no_index_is_an_error():
+    """Without __iter__ Python asks for rows until an IndexError: the start never ended."""
+    sums = Sums()
+    assert load_rows(sums) is sums and sums.asked == [0, 1, 2, 3, 4]
+
+
 def test_blank_lines_of_a_jsonl_are_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" + json.dumps(ROWS[0]) + "\n\n  \n" + json.dumps(ROWS[1]) + "\n")
@@ -68,6 +89,34 @@ def test_a_source_that_cannot_be_used_is_one_sentence(source, words):
     with pytest.raises(ConfigError) as caught:
         load_rows(source)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def part(**fields):
+    return [dict(prompt=[dict(role="user", content=[dict(type="text", text="What is it?"), fields])])]
+
+
+@pytest.mark.parametrize("source, words", [
+    *((part(**fields), "row 0 of train_dataset list: its prompt has a part with image: images, video and audio are not supported") for fields in (
+        dict(type="image"), dict(type="image_url", image_url=dict(url="x")), dict(image="x.png"))),
+    (part(type="video", video="x"), "a part with video"), (part(type="input_audio", input_audio={}), "a part with audio"),
+    *(([ROWS[0], dict(prompt=[dict(role="user", content=content)])], f"row 1 of train_dataset list: a message of its prompt has the content {content!r}: make it text") for content in (
+        None, 3, dict(text="a"), ["a"]))])
+def test_a_message_without_text_or_with_an_image_is_one_sentence_at_the_start(source, words):
+    with pytest.raises(ConfigError) as caught:
+        load_rows(source)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_text_parts_and_calls_without_text_are_messages():
+    rows = [*part(type="text", text="a", image=None), dict(prompt=[*chat("a"), dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments={}))])])]
+    assert load_rows(rows) is rows
+
+
+def test_a_jsonl_that_is_not_utf_8_is_one_sentence(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps(ROWS[2], ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(ConfigError, match="train_dataset .*rows.jsonl is not UTF-8 .*save it as UTF-8"):
+        load_rows(str(path))
 
 
 def test_a_callable_that_does_not_tell_its_parameters_is_called():

@@ -1,11 +1,13 @@
 """Environments: one a rollout, its task in that rollout's prompt alone, its methods as tools, its own reward, and back to the pool."""
 import asyncio
+import json
 import math
 import re
 from collections import Counter
 
 import chat_templates
 import pytest
+from conftest import tiny_config
 from fake_server import FakeServer
 from test_rollout import drive
 from test_tools import END, Script, hermes, tokenizer, trained_once  # noqa: F401  (tokenizer is a fixture)
@@ -13,6 +15,9 @@ from test_tools import END, Script, hermes, tokenizer, trained_once  # noqa: F40
 from config import ConfigError
 from data import load_rows
 from environments import add_task, public_methods
+from metrics import Window
+from recording import read_groups
+from replay import ReplayFeed
 from rollout import AsyncRolloutLoop
 
 
@@ -110,6 +115,29 @@ def test_the_text_goes_to_the_last_user_message_or_becomes_one(prompt, task, exp
     assert [message["content"] for message in prompt] == expected
 
 
+def test_each_rollout_is_recorded_with_its_own_task_and_a_folder_with_one_prompt_a_group_replays_as_before(play, tmp_path):
+    """All four were recorded as rollouts of the first one's task."""
+    class Numbered(NoReward):
+        made = []
+
+        def reset(self, **columns):
+            self.made.append(len(self.made))
+            self.target = self.made[-1]
+            return f"Reach {self.target}."
+
+        def get_reward(self):
+            return float(self.target)
+    play(lambda text, turn, seed: re.findall(r"Reach (\d+)", text)[0], [{}], environment_factory=Numbered, save_rollouts=True, output_dir=str(tmp_path))
+    group, = read_groups(tmp_path / "rollouts")
+    assert {(r["prompt"][0]["content"], r["completion"][0]["content"], r["reward"]) for r in group["rollouts"]} == {(f"Reach {n}.", f"{n}", n) for n in range(4)}
+    old = tmp_path / "old"
+    old.mkdir()
+    before = group | dict(prompt=group["rollouts"][0]["prompt"], rollouts=[{name: value for name, value in r.items() if name != "prompt"} for r in group["rollouts"]])
+    (old / "groups_00000.jsonl").write_text(json.dumps(before) + "\n")
+    replayed = [[s.input_ids.tolist() for s in ReplayFeed(tiny_config(replay=str(folder), token_budget=999), Window()).recorded] for folder in (tmp_path / "rollouts", old)]
+    assert replayed[0] == replayed[1] and len(replayed[0]) == 4
+
+
 def test_a_reset_that_gives_neither_text_nor_none_or_no_prompt_at_all_is_a_sentence():
     with pytest.raises(ConfigError, match="Env.reset returned int: return the task as a string, or None"):
         add_task([dict(role="user", content="a")], 3, "Env")
@@ -122,6 +150,11 @@ def test_reset_gets_the_rows_columns_but_not_the_environments_name(play):
     assert Counting.resets == [dict(target=2, extra=[1])] * 4
 
 
+def test_where_there_is_one_environment_a_column_of_that_name_is_the_datasets_own_and_reaches_reset(play):
+    play(half_right, [dict(environment="kitchen", target=2)])
+    assert Counting.resets == [dict(environment="kitchen", target=2)] * 4
+
+
 def test_an_environment_may_own_the_data_without_any_dataset(play):
     out, _ = play(half_right)
     assert {s.reward for s in out.samples} == {0.0, 1.0} and all(columns == dict(target=3) for columns in Counting.resets)
@@ -130,11 +163,24 @@ def test_an_environment_may_own_the_data_without_any_dataset(play):
 
 @pytest.mark.parametrize("rows, environments, words", [
     (None, dict(a=Counting), "train_dataset is missing"), ([dict(environment="c")], dict(a=Counting, b=Counting), "row 0.*must name one of a, b"),
-    ([dict(target=1)], dict(a=Counting), "row 0.*must name one of a"), ([dict(target=1)], None, "no 'prompt' column"),
+    ([dict(target=1)], dict(a=Counting), "row 0.*must name one of a"), ([dict(environment=["a"])], dict(a=Counting), "row 0.*must name one of a"),
+    ([dict(environment=3)], dict(a=Counting), "row 0.*must name one of a"), ([dict(target=1)], None, "no 'prompt' column"),
     ([dict(prompt="text")], Counting, "not a conversation")])
 def test_rows_that_do_not_fit_the_environments_are_a_sentence(rows, environments, words):
     with pytest.raises(ConfigError, match=words):
         load_rows(rows, environments=environments)
+
+
+@pytest.mark.parametrize("row, words", [(dict(goal=2, target=3), "called with the dataset's columns goal, target .*unexpected keyword argument 'target'.*accept ..kwargs or that column"),
+                                        ({}, "called with the dataset's columns .none. .missing a required argument: 'goal'.*a default")])
+def test_a_reset_that_does_not_take_the_rows_columns_is_a_sentence_that_names_its_class(play, row, words):
+    class Narrow(NoReward):
+        def reset(self, goal):
+            return "Go."
+    with pytest.raises(BaseExceptionGroup) as caught:
+        play(half_right, [row], environment_factory=Narrow, reward_funcs=len)
+    error = caught.value.exceptions[0]
+    assert isinstance(error, ConfigError) and re.match(f"Narrow.reset is {words}", str(error)) and play.server.bodies == []
 
 
 # Tools and rewards
@@ -212,6 +258,18 @@ def test_an_environment_without_tools_plays_single_turns(play):
             return 1.0
     out, scripted = play(lambda text, turn, seed: hermes("increment", step=1), [{}], environment_factory=Quiz, reward_funcs=lambda completion_ids, **columns: [0, 1, 2, 3])
     assert out.metrics["rollout/turns_mean"] == 1 and sorted(s.reward for s in out.samples) == [1, 2, 3, 4]
+
+
+def test_rollouts_of_an_environment_without_tools_count_among_those_that_used_their_turns_up_or_not(play):
+    """Only the others did: 1.0 where half of the rollouts had no tool at all. And the last message's calls, which are not run, are calls."""
+    class Quiz(NoReward):
+        def get_reward(self):
+            return 1.0
+    call = hermes("increment", step=1)
+    out, _ = play(lambda text, turn, seed: "done" if "Go." in text else call if turn == 0 else call * 3, [dict(environment="quiz"), dict(environment="count")],
+                  environment_factory=dict(quiz=Quiz, count=Counting), max_tool_calling_iterations=1)
+    wanted = {"tools/loop_exhausted_frac": 0.5, "tools/parallel_calls_mean": 2, "tools/call_frequency": 0.5, "rollout/turns_mean": 1.5}
+    assert {name: out.metrics[name] for name in wanted} == wanted
 
 
 # The pool

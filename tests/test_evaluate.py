@@ -7,13 +7,18 @@ from itertools import combinations
 
 import pytest
 import torch
-from fake_server import EOS, choice
+from conftest import tiny_config
+from fake_server import EOS, FakeServer, choice
 from resume_worker import run
+from test_rollout import Tokenizer
+from test_rollout import rows as rows_of_rollouts
 from test_sync import FakeVllm
 
 import train
-from evaluate import pass_at
+from evaluate import evaluate, pass_at
 from recording import read_groups
+from rollout import AsyncRolloutLoop
+from shared import Shared
 
 PROMPTS, EVALUATED = 12, 5
 CONFIG = """
@@ -71,7 +76,7 @@ def trained(folder):
 def both(tmp_path_factory, tiny_folder):
     """The same seeded run without and with evaluation, and its server."""
     folder, servers = tmp_path_factory.mktemp("evaluated"), []
-    for name, more in (("without", "seed=42"), ("with", EVALUATION)):
+    for name, more in (("without", "seed=42"), ("with", EVALUATION + ", logging_steps=100")):
         with Server(answer, keep=False, model=tiny_folder) as server:
             server.delay = 0.02
             start(folder / name, server, tiny_folder, more)
@@ -114,7 +119,9 @@ def test_every_completion_is_written_with_its_versions_and_the_means_are_logged(
     evaluated = {step["eval/step"]: step for step in steps if "eval/step" in step}
     files = {int(path.stem.removeprefix("step_")): [json.loads(line) for line in path.read_text().splitlines()] for path in (folder / "with" / "eval").iterdir()}
     last = max(step["step"] for step in steps)
-    assert {0, last} <= set(files) and set(evaluated) <= set(files) and last in evaluated
+    assert {0, last} <= set(files) == set(evaluated) and len(steps) == len(files) + 1, "one line each, and the one window of logging_steps=100"
+    assert all(name.startswith("eval/") for line in evaluated.values() for name in line.keys() - {"step", "time_s"})
+    assert sum("loss" in step for step in steps) == 1 and not any("eval/" in name for step in steps if "loss" in step for name in step)
     records, logged = files[last], evaluated[last]
     assert sorted(record["index"] for record in records) == sorted(list(range(EVALUATED)) * 3)
     rewards = [record["reward"] for record in records]
@@ -130,6 +137,25 @@ def test_pass_at_k_is_the_share_of_k_subsets_in_which_one_passes(n, passed):
     for k in range(1, n + 1):
         subsets = list(combinations([i < passed for i in range(n)], k))
         assert pass_at(k, n, passed) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_completions_that_nothing_scored_are_left_out_of_pass_at_k_as_they_are_of_the_reward(tmp_path):
+    """They counted as failures: pass@1 was 0.375 here, where all that was scored passed."""
+    def reward(completion_ids, answer, **columns):
+        return [None if a is None or (a == 2 and i) else 1.0 for i, a in enumerate(answer)]
+    with FakeServer() as server:
+        rows, shared = rows_of_rollouts(4, answer=[1, 2, None, None]), Shared.create()
+        config = tiny_config(vllm_server_base_url=server.url, reward_funcs=reward, max_completion_length=8, num_sampler_logprobs=2, eval_num_generations=2, eval_dataset=rows,
+                             output_dir=str(tmp_path))
+        loop = AsyncRolloutLoop(config, rows, Tokenizer(), [EOS], 64, shared, eval_dataset=rows)
+
+        async def work():
+            loop.scoring = asyncio.Semaphore(1)
+            async with loop.servers:
+                await evaluate(loop, 0)
+        asyncio.run(work())
+    values = {name: value for name, (value, _) in shared.metrics.get(timeout=60)[0].items()}
+    assert (values["eval/reward"], values["eval/pass@1"], values["eval/pass@2"], values["eval/completions_count"]) == (1.0, 1.0, 1.0, 8)
 
 
 # A live run that is killed, for which this file has the server

@@ -72,6 +72,21 @@ def test_no_report_is_left_behind_for_one_that_is_still_on_its_way(tmp_path):
     assert made.window.values["reward"] == [60.0, 60.0] and made.shared.metrics.qsize() == 0
 
 
+def test_every_evaluation_is_collected_by_itself_and_one_that_is_not_collected_is_made_again_by_a_resumed_run(tmp_path):
+    """In one window the last of each name won: of three the log had the last, beside a reward function's mean that only the first had."""
+    with FakeServer() as server:
+        path = written(tmp_path, server)
+        made = RolloutFeed(load_config([path]), [path], 128, Window())
+    for step, more in ((2, {"eval/rewards/f/mean": [0.1, 1.0]}), (4, {}), (6, {})):
+        made.evaluate(step)
+        made.shared.metrics.put(({"eval/step": [step, 1.0], "eval/reward": [step / 10, 1.0]} | more, []))
+    made.shared.evaluated.value = made.shared.evaluate.value
+    made.shared.metrics.cancel_join_thread()
+    assert made.progress().evaluating
+    assert made.collect_metrics() == [{"eval/step": 2, "eval/reward": 0.2, "eval/rewards/f/mean": 0.1}, {"eval/step": 4, "eval/reward": 0.4}, {"eval/step": 6, "eval/reward": 0.6}]
+    assert not made.progress().evaluating and not any("eval/" in name for name in made.window.values)
+
+
 def of_version_zero(body):
     return by_seed(body) | dict(weight_versions=[dict(version="0", start=0, end=3)])
 

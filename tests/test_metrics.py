@@ -195,6 +195,18 @@ def test_the_console_shows_one_line_a_step_and_a_summary_at_the_end(tmp_path, ca
     assert out[-1].startswith("verdict: generation-bound for 100% of the time, 25% of it lost; ")
 
 
+def test_an_evaluation_is_a_line_of_its_own_and_changes_no_verdict_no_summary_and_no_metric_of_the_models_card(tmp_path, capsys):
+    logger = logger_in(tmp_path)
+    for step in range(1, 11):
+        logger.log(step, {"reward": step / 10, "perf/rollout_wait_s": 1.0, "perf/step_s": 4.0})
+        logger.log(step, {"eval/step": step - 1, "eval/reward": 0.25, "eval/pass@1": 0.125})
+    logger.close()
+    out = capsys.readouterr().out.splitlines()
+    assert out[1] == "step    1  evaluation of step 0: reward 0.250  pass@1 0.125" and out[-3].startswith("reward: 0.300 over") and out[-1].startswith("verdict: generation-bound for 100%")
+    text = card(tiny_config(output_dir=str(tmp_path)))
+    assert "| reward | 1 |" in text and "| eval/reward | 0.25 |" in text and "| eval/step | 9 |" in text
+
+
 def test_a_terminal_shows_a_bar_with_the_verdict_and_every_line_above_it(tmp_path, capsys):
     logger = Logger(tiny_config(output_dir=str(tmp_path), disable_tqdm=False), 2)
     logger.log(1, {"perf/rollout_wait_s": 1.0, "perf/step_s": 4.0})

@@ -69,9 +69,10 @@ def test_the_parts_of_a_step_are_stacked_to_its_wall_time(tmp_path):
 
 
 def test_an_evaluation_is_drawn_at_the_step_it_was_asked_for_and_a_step_once():
-    records = [{"step": 40, "reward": 0.5, "eval/step": 32.0, "eval/reward": 0.7}, {"step": 64, "reward": 0.6}, {"step": 64, "reward": 0.1, "eval/step": 64.0, "eval/reward": 0.8}]
+    records = [{"step": 40, "eval/step": 32.0, "eval/reward": 0.7}, {"step": 40, "reward": 0.5}, {"step": 64, "reward": 0.6}, {"step": 64, "eval/step": 56.0, "eval/reward": 0.75},
+               {"step": 64, "reward": 0.1}, {"step": 64, "eval/step": 64.0, "eval/reward": 0.8}]
     run = report.Run("run", records, [], {})
-    assert [list(map(list, run.series(name))) for name in ("reward", "eval/reward")] == [[[40, 64], [0.5, 0.6]], [[32, 64], [0.7, 0.8]]]
+    assert [list(map(list, run.series(name))) for name in ("reward", "eval/reward")] == [[[40, 64], [0.5, 0.6]], [[32, 56, 64], [0.7, 0.75, 0.8]]]
 
 
 def test_several_runs_share_each_picture_and_are_told_apart(tmp_path):

@@ -88,6 +88,20 @@ def test_each_rollout_gets_its_own_entry_of_every_argument():
     assert call(reward, answer=[10, 20]).tolist() == [[11.0, 22.0]]
 
 
+def test_what_a_function_changes_in_a_message_no_other_function_scores_and_nothing_records():
+    """One that kept what follows the thought, in place, made the other see no thought: 0 where it gave 1 alone."""
+    def right(prompts, completions, completion_ids, answer, **columns):
+        for prompt, completion, ids, gold in zip(prompts, completions, completion_ids, answer):
+            prompt[0]["content"], completion[-1]["content"] = "", completion[-1]["content"].split("</think>")[-1].strip()
+            ids.clear(), gold.append(1)
+        return [float(completion[-1]["content"] == "3") for completion in completions]
+    prompts, completions, ids, columns = ([make() for _ in range(2)] for make in (
+        lambda: [dict(role="user", content="1 + 2?")], lambda: [dict(role="assistant", content="<think>why</think> 3")], lambda: [7], lambda: [3]))
+    for funcs in ([right, format_reward], [format_reward, right]):
+        assert asyncio.run(call_rewards(funcs, prompts, completions, ids, dict(answer=columns))).tolist() == [[1.0, 1.0]] * 2
+    assert completions[0][0]["content"] == "<think>why</think> 3" and prompts[1][0]["content"] == "1 + 2?" and ids == [[7]] * 2 and columns == [[3]] * 2
+
+
 def test_none_and_nan_mean_that_the_function_does_not_apply():
     rewards = call(lambda **columns: [None, 0.5], lambda **columns: [math.nan, None], lambda **columns: torch.tensor([math.nan, 0.5]))
     assert np.array_equal(rewards, [[math.nan, 0.5], [math.nan, math.nan], [math.nan, 0.5]], equal_nan=True)

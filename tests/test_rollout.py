@@ -236,7 +236,7 @@ def test_a_missing_log_prob_is_context_and_counted(server, missing):
 def test_a_rollout_without_any_usable_log_prob_ends_the_run_with_the_servers_address(server):
     server.answer = lambda body: choice([7, EOS], [None, None])
     error = complaint(server, rows(1))
-    assert "no usable log-prob" in error and "prompt 0" in error
+    assert f"the server at {server.url} returned no usable log-prob" in error and "prompt 0" in error
 
 
 def test_no_rollout_sees_what_another_appended_to_its_prompt_and_the_rows_stay_as_they_are(server):

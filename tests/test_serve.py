@@ -46,6 +46,15 @@ def test_each_way_of_the_weights_brings_its_flags(monkeypatch):
         assert got.get("--gpu-memory-utilization") == share and got["--api-server-count"] == processes
 
 
+def test_a_chat_template_of_the_config_is_the_servers_to_the_letter_and_without_one_it_keeps_the_models():
+    from chat_templates import DEEPSEEK
+    from vllm.renderers.chat_utils import load_chat_template
+    got = flags(tiny_config(chat_template_kwargs=dict(chat_template=DEEPSEEK)))[0]
+    assert load_chat_template(got["--chat-template"]) == DEEPSEEK and "｜" in DEEPSEEK and "\\n" in DEEPSEEK
+    for other in (None, dict(enable_thinking=False), dict(chat_template="tool_use")):
+        assert "--chat-template" not in flags(tiny_config(chat_template_kwargs=other))[1]
+
+
 def test_the_servers_dtype_is_the_trainers_compute_dtype():
     assert [flags(tiny_config(**changes))[0]["--dtype"] for changes in (dict(), dict(bf16=True), dict(fp16=True, bf16=None), dict(dtype="bfloat16"))] == [
         "float32", "bfloat16", "float16", "bfloat16"]

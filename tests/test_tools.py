@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import chat_templates
 import pytest
@@ -11,6 +12,7 @@ from conftest import tiny_config
 from fake_server import FakeServer, choice
 from test_rollout import drive
 
+import tools
 from chat_api import chat_request
 from config import ConfigError
 from evaluate import evaluating
@@ -128,7 +130,7 @@ def test_the_turns_end_is_added_as_context_only_where_it_was_not_sampled(chat, s
 
 @pytest.mark.parametrize("template, kwargs, tool, user", [
     (None, {}, True, True), ("QWEN25", {}, True, True), ("QWEN3", {}, True, False), ("QWEN3", dict(enable_thinking=False), False, False),
-    ("FORGETFUL", {}, False, False), ("DEEPSEEK", {}, True, True), ("LLAMA3", {}, True, True), ("MISTRAL", {}, True, True), ("QWEN3_CODER", {}, True, True)])
+    ("FORGETFUL", {}, False, False), ("DEEPSEEK", {}, True, True), ("LLAMA3", {}, True, True), ("LLAMA31", {}, True, True), ("MISTRAL", {}, True, True), ("QWEN3_CODER", {}, True, True)])
 def test_a_template_that_changes_what_was_rendered_or_said_is_found_out(chat, template, kwargs, tool, user):
     one = chat(template, **kwargs)
     assert (one.preserves("tool"), one.preserves("user")) == (tool, user)
@@ -188,14 +190,31 @@ def test_rendering_a_long_conversation_costs_what_each_turn_adds(chat, tokenizer
     assert max(encoded[1:]) < 300 and sum(encoded) < 40 * 300 < len(tokenizer.decode(prompt)) * 2
 
 
-def test_128_conversations_at_once_that_are_rendered_anew_are_encoded_once(tokenizer):
-    one = Chat(tokenizer, None, [add], [END], "hermes")
-    before, texts = one.encode_turn.cache_info().misses, [""] * 128
+def test_128_conversations_at_once_that_are_rendered_anew_are_encoded_once(tokenizer, monkeypatch):
+    one, encoded = Chat(tokenizer, None, [add], [END], "hermes"), []
+    plain, texts = one.ids_of, [""] * 128
+    monkeypatch.setattr(one, "ids_of", lambda text: encoded.append(text) or plain(text))
     for turn in range(20):
         for c in range(128):
             texts[c] += f"say {c} {turn}<|im_end|>hear {c} {turn}<|im_end|>"
             one._encode(texts[c])
-    assert one.encode_turn.cache_info().misses - before <= 128 * 20 * 3
+    assert len(encoded) <= 128 * 20 * 3
+
+
+def test_a_result_that_is_never_rendered_again_is_not_kept_and_what_is_kept_has_a_bound(chat, encode, monkeypatch):
+    """Of a search tool's pages, a text and a list of ids each, the last 32768 were kept: 6 GB."""
+    for template, kept in ((None, False), ("FORGETFUL", True)):
+        one, reply = chat(template), dict(role="assistant", content="hello")
+        turn = TurnRecord(one.prompt(ASKED), [28120, END])
+        before = one.held
+        for n in range(100):
+            assert encode(f"page {n}")[-1] in one.next_prompt([*ASKED, reply], [tool_message(0, "add", f"page {n} " + "word " * 400)], turn)
+        assert (one.held > before, any("page 99" in text for text in one.turns)) == (kept, kept)
+        monkeypatch.setattr(tools, "KEPT_BYTES", one.held // 2)
+        ids = one.prompt([dict(role="user", content="word " * 400)])
+        assert one.held <= tools.KEPT_BYTES and one.held == sum(text.__sizeof__() + ids.__sizeof__() for text, ids in one.turns.items())
+        assert ids == encode(one._text([dict(role="user", content="word " * 400)], True))
+        monkeypatch.undo()
 
 
 def test_tool_calls_of_none_are_none_where_arguments_are_text(chat):
@@ -303,6 +322,8 @@ def test_a_malformed_call_is_a_call_with_an_error_and_a_good_one_beside_it_stays
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1'), ("mistral", "[TOOL_CALLS]"), ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>"),
     ("deepseek", "<｜tool▁call▁begin｜>"), ("qwen3_coder", "<tool_call>add(1, 2)</tool_call>"), ("json", '```json\n{"name": "add", \n```'),
     ("qwen3_coder", "<tool_call><function=add><parameter=a>one</parameter></function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=say><parameter=text>x<parameter=a>1</parameter></function></tool_call>"),
     ("llama3_json", '{"name": "add", "parameters": {"a": NaN, "b": 1}}'), ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1e999}')])
 def test_in_every_format_a_malformed_call_is_told_so_and_none_is_guessed(name, text):
     _, calls = PARSERS[name](text, SCHEMAS)
@@ -316,6 +337,14 @@ def test_a_qwen3_coder_parameter_that_may_be_text_is_text_where_it_is_no_json_an
     schema = dict(function=dict(name="f", parameters=dict(properties=dict(x=dict(type=kind) if kind else {}))))
     call, = PARSERS["qwen3_coder"](f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>", [schema])[1]
     assert call.error if value is None else (call.error, call.arguments) == (None, dict(x=value))
+
+
+def test_a_qwen3_coder_parameter_without_its_end_is_named_and_what_looks_like_other_tags_is_its_text():
+    """It was left out, and the call run without it."""
+    call, = PARSERS["qwen3_coder"]("<tool_call><function=add><parameter=a>1</parameter><parameter=b>\n2\n</function></tool_call>", SCHEMAS)[1]
+    assert call == Call("add", {}, "<parameter=b> has no </parameter> after its value")
+    call, = PARSERS["qwen3_coder"]("<tool_call><function=say><parameter=text><b>x</b> </param></parameter></function></tool_call>", SCHEMAS)[1]
+    assert call == Call("say", dict(text="<b>x</b> </param>"))
 
 
 def test_a_call_that_is_only_thought_about_is_none(chat, encode):
@@ -498,6 +527,18 @@ def test_a_malformed_call_costs_no_rollout_and_counts_as_one_failure(agent, body
     assert second.index("<|im_start|>tool\nError: ") < second.index("<|im_start|>tool\n3<|im_end|>")
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_where_a_template_takes_one_call_in_a_message_several_are_each_told_so_and_cost_no_rollout(agent, both):
+    """Llama 3's raises beyond one: the rollout was lost, or the run where all of a group made two."""
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    out, scripted = agent(lambda text, turn, seed: (f"{call}; {call}" if both or seed % 2 else call) if "ipython<" not in text else "3", tool_parser=None,
+                          chat_template_kwargs=dict(chat_template=chat_templates.LLAMA31))
+    assert len(out.samples) == 2 and trained_once(out, scripted) and "rollout/failed_count" not in out.metrics
+    assert out.metrics["tools/call_frequency"] == (2 if both else 1.5) and out.metrics["tools/failure_frequency"] == pytest.approx(1 if both else 2 / 3)
+    told = [scripted.tokenizer.decode(prompt).count("ipython<|end_header_id|>\n\nError: make one call at a time<|im_end|>") for prompt, _ in scripted.sampled]
+    assert sorted(told) == ([0, 0, 2, 2] if both else [0, 0, 0, 2])
+
+
 def test_no_call_of_a_turn_that_was_cut_off_is_run(agent, tokenizer):
     cut = tuple(tokenizer(hermes(a=1, b=2), add_special_tokens=False)["input_ids"])
     out, scripted = agent(lambda text, turn, seed: cut)
@@ -650,3 +691,12 @@ def test_an_agents_request_follows_the_evaluation_it_belongs_to_and_training_oth
     assert {**changed, "temperature": 0.9, "model": "tiny", "extra_body": changed["extra_body"] | dict(top_k=0)} == plain
     with pytest.raises(ConfigError, match="candidate sets"):
         chat_request(tiny_config(top_k=20), 7)
+
+
+def test_a_chat_template_is_served_and_not_sent_with_a_request_where_vllm_refuses_it():
+    """Each request of an agent was answered 400, since a server trusts no template that a request brings."""
+    render = pytest.importorskip("vllm.renderers.online_renderer").OnlineRenderer
+    kwargs = dict(chat_template=chat_templates.DEEPSEEK, enable_thinking=False)
+    sent = chat_request(tiny_config(chat_template_kwargs=kwargs), 7)["extra_body"]["chat_template_kwargs"]
+    refusals = [render.validate_chat_template(SimpleNamespace(create_error_response=str), None, these, False) for these in (sent, kwargs)]
+    assert sent == dict(enable_thinking=False) and refusals[0] is None and "chat template" in refusals[1]

@@ -186,6 +186,20 @@ def test_the_top_of_a_sum_of_rewards_is_the_number_of_those_that_add_up_to_it(a,
     assert saturation(both)[0].startswith(diagnosis)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["a reward function's", "the rollouts' own"])
+@pytest.mark.parametrize("dropped,diagnosis", [(-0.02, "saturating"), (-0.5, "a mix"), (-0.99, "stuck")])
+def test_the_top_of_a_reward_that_is_never_above_0_is_0(named, dropped, diagnosis):
+    """It was 1, so that a reward in [-1, 0] could not read as saturated."""
+    reward = [-1.0, -0.6, -0.3, -0.02]
+    columns = dict(frac_reward_zero_std=[0.1, 0.4, 0.7, 0.9], reward_dropped=[dropped] * 4, reward=reward) | (dict(rewards__penalty__mean=reward) if named else {})
+    assert saturation(history(**columns))[0].startswith(diagnosis)
+
+
+def test_beside_a_reward_that_was_never_given_a_small_penalty_is_no_top():
+    columns = dict(frac_reward_zero_std=[0.9] * 3, reward_dropped=[-0.02] * 3, reward=[-0.2, -0.1, -0.1], rewards__right__mean=[0.0] * 3, rewards__long__mean=[-0.2, -0.1, -0.1])
+    assert saturation(history(**columns))[0].startswith("stuck")
+
+
 @pytest.mark.parametrize("diagnosis,repeated,entropy", [
     ("healthy", [0.02, 0.03, 0.02], [1.0, 1.0, 1.0]), ("sampling is no longer random", [0.0, 0.875, 0.875], [1.0, 1.0, 1.0]),
     ("collapse", [0.0, 0.1, 0.3], [1.0, 0.6, 0.3]), ("some rollouts repeat", [0.2, 0.2, 0.2], [1.0, 1.0, 1.0])])
