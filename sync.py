@@ -88,14 +88,14 @@ class Disk:
     chunks, pauses = 1, True
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control: Control):
-        self.policy, self.dtype, self.control = policy, dtype, control
+        self.policy, self.dtype, self.control, self.whole = policy, dtype, control, True
         self.folder = Path(config.output_dir).resolve() / ".weights"
         self.on_cpu = next(policy.parameters()).device.type == "cpu"
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
-        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
+        weights = gathered_weights(self.policy, self.dtype, frozen=self.whole, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
         return lambda: self._write(weights, version)
 
     def _write(self, weights: dict[str, Tensor], version: int) -> None:
@@ -122,7 +122,7 @@ class Disk:
 def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server: Callable[[], None] = lambda: None) -> "WeightSync":
     """The transport that the config names, or adapters alone where every server takes them. The same choice on every rank. Raises ConfigError."""
     control = Control(config.server_urls, config.vllm_server_timeout, check_server)
-    adapters = [bool(policy.peft_config) and all(check_adapter_server(policy.peft_config, config.max_staleness, url, control.vllm_config(server))
+    adapters = [bool(policy.peft_config) and all(check_adapter_server(policy.peft_config, config.max_staleness, url, control.vllm_config(server), control.weight_version(server))
                                                  for server, url in enumerate(config.server_urls)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(adapters, src=0)
     if adapters[0]:
@@ -142,6 +142,7 @@ class WeightSync:
         self.phases: dict[str, float] = {}       # seconds of the last push, by phase
         self.paused = 0.0                        # of it, from the pause until every server had resumed
         self.current: list[int] = []             # servers that have the weights of the last push
+        self.first = True
 
     def push(self, version: int, window: Window) -> None:
         """Every server in use gets the weights of `version`. Raises RuntimeError on all ranks, naming the phase, when none has them.
@@ -150,6 +151,7 @@ class WeightSync:
         """
         started, transport = time.monotonic(), self.transport
         alive = self._servers() if dist.get_rank() == 0 else {}
+        transport.whole = self._whole(alive)
         self.phases = dict.fromkeys(("gather", "pause", "transfer", "finish", "resume"), 0.0)
         for chunk in range(transport.chunks):
             begun = time.monotonic()
@@ -186,6 +188,13 @@ class WeightSync:
         self.in_use = [not self.shared or self.shared.restored[server] == lost for server, lost in enumerate(self.lost)]
         self.control.patience = [RETRY_SECONDS if in_use else 0 for in_use in self.in_use]
         return {server: None if self.in_use[server] or answers(url) else RuntimeError(f"{url} does not answer") for server, url in enumerate(urls)}
+
+    def _whole(self, alive: dict[int, Exception | None]) -> bool:
+        """Whether what is frozen goes too: at first, and where a server is back, another run's weights may lie there. The same on every rank."""
+        whole = [self.first or any(error is None and not self.in_use[server] for server, error in alive.items())]
+        self.first = False
+        dist.broadcast_object_list(whole, src=0)
+        return whole[0]
 
     def _each(self, alive: dict[int, Exception | None], phase: str, act: Callable[[int], None]) -> None:
         """`act` at all servers at once where nothing has gone wrong."""

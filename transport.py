@@ -41,7 +41,8 @@ class Staging:
     """Gathers the policy into buffers, chunk by chunk; every rank gathers, rank 0 fills."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype, limit: int, align: int, make_buffers: Callable[[int], list[Tensor]]):
-        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu")
+        # Chunks are planned once, and what another run trained must not stay under merged adapters: with them the whole text model goes each time.
+        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu", text=bool(policy.peft_config))
         per_unit = [announced(self.lm, [unit]) for unit in self.units]
         self.unit_sizes = [len(tensors) for tensors in per_unit]
         self.chunks, self.bytes = cut([tensor for unit in per_unit for tensor in unit], limit, align)

@@ -162,6 +162,14 @@ def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():
     assert not check_adapter_server(config, 3, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
 
 
+def test_adapters_are_not_put_over_the_weights_of_another_run_but_over_a_checkpoints_and_after_other_adapters():
+    server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1))
+    assert all(check_adapter_server(peft.LoraConfig(), 4, "http://x", server, said) for said in (None, "default", "adapters"))
+    with pytest.raises(ConfigError, match="http://x has the weights of another run under the adapters .*'300'.*: start it again"):
+        check_adapter_server(peft.LoraConfig(), 4, "http://x", server, "300")
+    assert not check_adapter_server(peft.LoraConfig(), 4, "http://x", server | dict(lora_config=None), "300"), "merged weights cover the whole model"
+
+
 def test_ranks_are_rounded_up_to_those_vllm_has_buffers_for():
     assert [served_rank(rank) for rank in (1, 2, 8, 9, 33, 257, 512)] == [1, 8, 8, 16, 64, 320, 512]
     with pytest.raises(ConfigError, match="at most 512"):

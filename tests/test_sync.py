@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from conftest import ROOT, tiny_config, tiny_lm, tiny_moe
+from conftest import ROOT, tiny_config, tiny_lm, tiny_lora, tiny_moe
 from fake_server import FakeServer, by_seed
 from resume_worker import run as run_here
 from safetensors.torch import load_file
@@ -152,6 +152,19 @@ def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, gr
     with FakeVllm(missing=("/update_weight_version",)) as server:
         make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32).push(7, Window())
         assert server.calls == ORDER[:3] + ["/update_weight_version:7".split(":")[0], "/resume"]
+
+
+def test_merged_adapters_go_with_the_whole_model_at_first_and_to_a_server_that_is_back_and_else_with_what_changes(tmp_path, group):
+    """Another run may have trained on the same server what this one leaves frozen; in bf16 its leftovers passed the proof of sync."""
+    policy, shared, everything = tiny_lora(target_modules=["q_proj"]), SimpleNamespace(lost=[0, 0], restored=[0, 0]), tiny_lm().state_dict().keys()
+    with FakeVllm() as a, FakeVllm() as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url]), policy, torch.float32, shared)
+        for version in range(4):
+            shared.lost[1] += version == 2
+            sync.push(version, Window())
+        whole = [received.keys() == everything for received in a.received]
+        assert whole == [True, False, True, False] and len(b.received) == 4 and torch.equal(a.received[0]["model.embed_tokens.weight"], tiny_lm().model.embed_tokens.weight)
+        assert {name.split(".")[-2] for name in a.received[1]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 CONFIG = """

@@ -10,7 +10,7 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from conftest import tiny_config, tiny_lm, tiny_moe, until
+from conftest import tiny_config, tiny_lm, tiny_lora, tiny_moe, until
 
 import transport
 from config import ConfigError
@@ -139,6 +139,16 @@ def test_two_servers_have_a_group_each_and_one_that_fails_takes_no_other_with_it
     sync.push(21, Window())
     assert sync.current == [1] and not (servers["0.26.0"][1] / "21.pt").exists()
     assert torch.equal(torch.load(servers["0.32.0"][1] / "21.pt")["model.norm.weight"], policy.lm.model.norm.weight.to(torch.bfloat16))
+
+
+def test_merged_adapters_go_with_the_whole_text_model_through_memory(monkeypatch, tmp_path, group, servers):
+    """The chunks are planned once, and what another run trained on the same server must not stay."""
+    url, folder = servers["0.32.0"]
+    sync = synced(monkeypatch, tmp_path, tiny_lora(target_modules=["q_proj"]), url)
+    for version in (30, 31):
+        sync.push(version, Window())
+        received = torch.load(folder / f"{version}.pt")
+        assert received.keys() == tiny_lm().state_dict().keys() and torch.equal(received["model.norm.weight"], tiny_lm().model.norm.weight.to(torch.bfloat16))
 
 
 def test_chunks_are_cut_where_vllm_cuts_and_aligned_where_asked():
