@@ -133,6 +133,8 @@ def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config:
     if vllm_config["parallel_config"]["data_parallel_size"] > 1:
         print(f"{url} has --enable-lora, but merged weights are sent: an adapter would reach one of its data-parallel replicas only.", flush=True)
         return False
+    if (processes := vllm_config["parallel_config"].get("_api_process_count", 1)) > 1:
+        raise ConfigError(f"the server at {url} has {processes} API processes, and an adapter reaches one of them only: restart it with --api-server-count 1.")
     if weight_version not in (None, "default", ADAPTERS):
         raise ConfigError(f"the server at {url} has the weights of another run under the adapters (it says version {weight_version!r}): start it again.")
     if lora["max_lora_rank"] < rank:

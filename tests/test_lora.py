@@ -162,6 +162,14 @@ def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():
     assert not check_adapter_server(config, 3, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
 
 
+def test_a_server_of_several_api_processes_is_told_to_be_one_because_each_registers_adapters_on_its_own():
+    server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1, _api_process_count=8))
+    with pytest.raises(ConfigError, match="http://x has 8 API processes.*: restart it with --api-server-count 1"):
+        check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
+    server["parallel_config"]["_api_process_count"] = 1
+    assert check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
+
+
 def test_adapters_are_not_put_over_the_weights_of_another_run_but_over_a_checkpoints_and_after_other_adapters():
     server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1))
     assert all(check_adapter_server(peft.LoraConfig(), 4, "http://x", server, said) for said in (None, "default", "adapters"))
