@@ -13,15 +13,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from adapters import Adapters, check_adapter_server
-from config import Config
+from config import Config, ConfigError
 from metrics import Window
 from model import Policy
-from serve import answers
+from serve import RESTART, answers, check_server
 from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
+REST_SECONDS = 120.0     # from one vain attempt at a server out of use, for which the others may have been paused, to the next
 
 
 class Silent(RuntimeError):
@@ -119,15 +120,23 @@ class Disk:
         shutil.rmtree(self.target, ignore_errors=True)
 
 
-def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server: Callable[[], None] = lambda: None) -> "WeightSync":
+def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_own: Callable[[], None] = lambda: None, max_model_len: int = 0) -> "WeightSync":
     """The transport that the config names, or adapters alone where every server takes them. The same choice on every rank. Raises ConfigError."""
-    control = Control(config.server_urls, config.vllm_server_timeout, check_server)
-    adapters = [bool(policy.peft_config) and all(check_adapter_server(policy.peft_config, config.max_staleness, url, control.vllm_config(server), control.weight_version(server))
-                                                 for server, url in enumerate(config.server_urls)) if dist.get_rank() == 0 else None]
+    control = Control(config.server_urls, config.vllm_server_timeout, check_own)
+
+    def takes_adapters(server: int) -> bool:
+        return check_adapter_server(policy.peft_config, config.max_staleness, control.urls[server], control.vllm_config(server), control.weight_version(server))
+    adapters = [bool(policy.peft_config) and all(map(takes_adapters, range(len(control.urls)))) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(adapters, src=0)
-    if adapters[0]:
-        return WeightSync(Adapters(config, policy, dtype, control, shared), control, shared)
-    return WeightSync(dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control), control, shared)
+
+    def check_back(server: int) -> None:
+        """Raise ConfigError where a server that is back, which may be another by now, is not as all had to be at the start."""
+        if (length := check_server(config, url := control.urls[server])) < max_model_len:
+            raise ConfigError(f"the server at {url} has max_model_len {length}, the run needs {max_model_len}: {RESTART}")
+        if adapters[0] and not takes_adapters(server):
+            raise ConfigError(f"the server at {url} takes no adapters any more: {RESTART}")
+    transport = Adapters(config, policy, dtype, control, shared) if adapters[0] else dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control)
+    return WeightSync(transport, control, shared, check_back)
 
 
 class WeightSync:
@@ -136,13 +145,14 @@ class WeightSync:
     A server that fails while another succeeds is out of use until a later sync finds it answering; see client.Servers.
     """
 
-    def __init__(self, transport, control: Control, shared=None):
-        self.transport, self.control, self.shared = transport, control, shared
+    def __init__(self, transport, control: Control, shared=None, check_back: Callable[[int], None] = lambda server: None):
+        self.transport, self.control, self.shared, self.check_back = transport, control, shared, check_back
         self.names_adapters = isinstance(transport, Adapters)
         self.phases: dict[str, float] = {}       # seconds of the last push, by phase
         self.paused = 0.0                        # of it, from the pause until every server had resumed
         self.current: list[int] = []             # servers that have the weights of the last push
-        self.first = True
+        self.whole: bool | None = None           # the last push was the first, or to a server that is back: another run's weights may lie there, so what is frozen goes too
+        self.resting: dict[int, tuple[float, Exception]] = {}        # servers out of use, until when they are not asked, and why
 
     def push(self, version: int, window: Window) -> None:
         """Every server in use gets the weights of `version`. Raises RuntimeError on all ranks, naming the phase, when none has them.
@@ -151,7 +161,10 @@ class WeightSync:
         """
         started, transport = time.monotonic(), self.transport
         alive = self._servers() if dist.get_rank() == 0 else {}
-        transport.whole = self._whole(alive)
+        self.tried = [server for server, error in alive.items() if error is None]
+        whole = [self.whole is None or not all(self.in_use[server] for server in self.tried)]
+        dist.broadcast_object_list(whole, src=0)
+        self.whole = transport.whole = whole[0]
         self.phases = dict.fromkeys(("gather", "pause", "transfer", "finish", "resume"), 0.0)
         for chunk in range(transport.chunks):
             begun = time.monotonic()
@@ -187,14 +200,24 @@ class WeightSync:
         self.lost = list(self.shared.lost) if self.shared else [0] * len(urls)
         self.in_use = [not self.shared or self.shared.restored[server] == lost for server, lost in enumerate(self.lost)]
         self.control.patience = [RETRY_SECONDS if in_use else 0 for in_use in self.in_use]
-        return {server: None if self.in_use[server] or answers(url) else RuntimeError(f"{url} does not answer") for server, url in enumerate(urls)}
+        return {server: None if in_use else self._absent(server) for server, in_use in enumerate(self.in_use)}
 
-    def _whole(self, alive: dict[int, Exception | None]) -> bool:
-        """Whether what is frozen goes too: at first, and where a server is back, another run's weights may lie there. The same on every rank."""
-        whole = [self.first or any(error is None and not self.in_use[server] for server, error in alive.items())]
-        self.first = False
-        dist.broadcast_object_list(whole, src=0)
-        return whole[0]
+    def _absent(self, server: int) -> Exception | None:
+        """Why a server out of use stays so; None: it is back."""
+        url, asked, (until, error) = self.control.urls[server], time.monotonic(), self.resting.get(server, (0.0, None))
+        if asked < until and any(self.in_use):
+            return error
+        answered, error = answers(url), None
+        try:
+            self.check_back(server) if answered else None
+        except Exception as problem:             # whatever now answers there
+            error = problem
+            print(f"still out of use: {error}", flush=True)
+        error = error if answered else RuntimeError(f"{url} does not answer.")
+        self.resting.pop(server, None)
+        if error is not None and (answered or time.monotonic() - asked > 1):         # one that is not there says so at once, and costs nothing
+            self.resting[server] = time.monotonic() + REST_SECONDS, error
+        return error
 
     def _each(self, alive: dict[int, Exception | None], phase: str, act: Callable[[int], None]) -> None:
         """`act` at all servers at once where nothing has gone wrong."""
@@ -240,6 +263,8 @@ class WeightSync:
             url = self.control.urls[server]
             if error is not None and self.in_use[server] and len(alive) > 1:
                 print(f"out of use: {error}", flush=True)
+            if error is not None and not self.in_use[server] and server in self.tried:
+                self.resting[server] = time.monotonic() + REST_SECONDS, error
             if error is None and not self.in_use[server]:
                 print(f"the server at {url} is back, with the weights of version {version}", flush=True)
             if self.shared:

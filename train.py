@@ -78,10 +78,11 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         step, version, num_tokens, prompts_seen = astuple(counters)
         window.values.update(unlogged)
         if rank == 0:
-            feed, budget = make_feed(config, argv, window, server, progress)
+            feed, max_model_len = make_feed(config, argv, window, server, progress)
+            budget = config.token_budget or max_model_len
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
             utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
-        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server, max_model_len) if rank == 0 else ()))
         prove = (lambda version, window: None) if config.replay else Proof(config, policy, sync, dtype).check
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         prove(version, Window())
@@ -189,13 +190,13 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
 
 
 def make_feed(config: Config, argv: list[str], window: Window, server: Server | None, progress: Progress) -> tuple[RolloutFeed, int]:
-    """On rank 0: where samples come from, and the unique tokens of a row."""
+    """On rank 0: where samples come from, and how long one may be."""
     if config.replay:
         return ReplayFeed(config, window, progress), config.token_budget
     wait_for_server(config, server)
     max_model_len = min(check_server(config, url) for url in config.server_urls)
     feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None, progress)
-    return feed, config.token_budget or max_model_len
+    return feed, max_model_len
 
 
 def agreed(number: int) -> int:
