@@ -188,8 +188,8 @@ class Adapters:
             self.loaded[server].discard(old)
 
     def clean(self, version: int) -> None:
-        """Files outlive their adapter by one sync: the server may read them late."""
-        kept = min([version, *(v for loaded in self.loaded for v in loaded)]) - 1
+        """Files outlive their adapter by one sync: the server may read them late. A server that missed this version is out of use, and no request names what it had."""
+        kept = min([version, *(v for loaded in self.loaded if version in loaded for v in loaded)]) - 1
         for folder in self.folder.glob("policy-v*"):
             if int(folder.name.removeprefix("policy-v")) < kept:
                 shutil.rmtree(folder)

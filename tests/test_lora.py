@@ -199,6 +199,22 @@ class LoraServer:
         self.most = max(self.most, len(self.loaded))
 
 
+def test_a_server_that_is_dead_for_good_keeps_no_adapters_on_the_disk(tmp_path, group):
+    policy, healthy = tiny_lora(), LoraServer()
+    shared = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0, 0], restored=[0, 0])
+
+    def post(server, *args, **how):
+        if server == 1 and shared.lost[1]:
+            raise RuntimeError("it cannot be reached")
+        healthy.post(server, *args, **how)
+    control = SimpleNamespace(urls=["http://a", "http://127.0.0.1:9"], post=post, retries=0, patience=[0, 0])
+    sync = WeightSync(Adapters(tiny_config(output_dir=str(tmp_path), max_staleness=2), policy, torch.float32, control, shared), control, shared)
+    for version in range(20):
+        shared.lost[1] = int(version >= 5)
+        sync.push(version, Window())
+    assert {folder.name for folder in (tmp_path / ".vllm_lora").iterdir()} == {adapter_name(v) for v in range(16, 20)} and sync.current == [0]
+
+
 def test_no_request_ever_names_an_adapter_that_is_not_loaded_whatever_the_latencies(tmp_path, group):
     """Requests start under the current version and take up to ten syncs; two versions of staleness are kept."""
     policy, server, rng = tiny_lora(), LoraServer(), random.Random(0)
