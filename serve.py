@@ -11,7 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import requests
@@ -55,6 +58,19 @@ class Server:
                     time.sleep(0.1)
             except ProcessLookupError:
                 return
+
+
+def aside(act: Callable, *args, **how) -> Future:
+    """What `act` gives, from a daemon thread: neither a signal that stops the run at once nor its end waits for a server."""
+    given = Future()
+
+    def run():
+        try:
+            given.set_result(act(*args, **how))
+        except Exception as error:
+            given.set_exception(error)
+    threading.Thread(target=run, daemon=True, name="aside").start()
+    return given
 
 
 def answers(url: str) -> bool:

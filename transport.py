@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlparse
 
 import torch
@@ -16,6 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from config import Config, ConfigError
 from model import Policy
+from serve import aside
 from vllm_worker import open_group
 from weights import announced, gathered, pieces
 
@@ -94,7 +94,6 @@ class Nccl:
         self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
         self.chunks = len(self.staging.chunks)
         self.groups, self.stateful, self.streams, self.updates, self.sent = {}, {}, {}, {}, [{}, {}]        # by server; `sent`: events of each buffer
-        self.threads = ThreadPoolExecutor(len(control.urls), "update_weights")
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
         tensors = self.staging.gather(chunk)
@@ -113,7 +112,7 @@ class Nccl:
         if server not in self.groups:
             self._connect(server)
         path, body = ("/collective_rpc", dict(method="receive_weights")) if self.by_plan else ("/update_weights", dict(update_info=self._announce(server)))
-        self.updates[server] = self.threads.submit(self.control.post, server, "update", path, body)
+        self.updates[server] = aside(self.control.post, server, "update", path, body)
 
     def _announce(self, server: int) -> dict:
         if not self.control.try_once(server, "/start_weight_update", dict(is_checkpoint_format=True)):

@@ -5,6 +5,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -149,6 +150,21 @@ def test_merged_adapters_go_with_the_whole_text_model_through_memory(monkeypatch
         sync.push(version, Window())
         received = torch.load(folder / f"{version}.pt")
         assert received.keys() == tiny_lm().state_dict().keys() and torch.equal(received["model.norm.weight"], tiny_lm().model.norm.weight.to(torch.bfloat16))
+
+
+def test_after_an_error_between_chunks_nothing_keeps_the_process_from_its_end(monkeypatch, tmp_path, group):
+    """The server waits in the next broadcast, and its reply is waited for in a thread that once outlived the run by vllm_server_timeout."""
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    monkeypatch.setattr(Nccl, "limit", 3000)
+    ended, reply = threading.Event(), SimpleNamespace(text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    control = SimpleNamespace(urls=["http://127.0.0.1:9"], timeout=60.0, reply=lambda *args, **how: reply, post=lambda server, phase, *args, **how: ended.wait(60) if phase == "update" else "")
+    before, nccl = set(threading.enumerate()), Nccl(tiny_config(output_dir=str(tmp_path)), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, control)
+    nccl.stage(0, 1)()
+    nccl.begin(0)
+    nccl.send(0, 0)
+    waiting = [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
+    assert waiting and nccl.chunks > 1 and all(thread.daemon for thread in waiting)
+    ended.set()
 
 
 def test_chunks_are_cut_where_vllm_cuts_and_aligned_where_asked():
