@@ -3,7 +3,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from pathlib import Path
 
 import requests
@@ -16,7 +16,7 @@ from adapters import Adapters, check_adapter_server
 from config import Config, ConfigError
 from metrics import Window
 from model import Policy
-from serve import RESTART, answers, check_server
+from serve import RESTART, answers, aside, check_server
 from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
@@ -221,15 +221,14 @@ class WeightSync:
 
     def _each(self, alive: dict[int, Exception | None], phase: str, act: Callable[[int], None]) -> None:
         """`act` at all servers at once where nothing has gone wrong."""
-        begun, servers = time.monotonic(), [server for server, error in alive.items() if error is None]
-
-        def attempt(server):
-            try:
-                act(server)
-            except RuntimeError as error:
+        begun, acts = time.monotonic(), {server: aside(act, server) for server, error in alive.items() if error is None}
+        while wait(acts.values(), timeout=0.25).not_done:        # a signal may reach another thread: it is acted on only when this one wakes
+            pass
+        for server, done in acts.items():
+            if isinstance(error := done.exception(), RuntimeError):
                 alive[server] = error
-        with ThreadPoolExecutor(max(len(servers), 1)) as threads:
-            list(threads.map(attempt, servers))
+            elif error is not None:
+                raise error
         self.phases[phase] += time.monotonic() - begun
 
     def _guard(self, alive: dict[int, Exception | None], phase: str, act: Callable[[], None]) -> None:

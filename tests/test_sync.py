@@ -1,8 +1,10 @@
 """Weights to the server, in the right order, bit for bit, or an error that names the phase; and a run against a server that records."""
 import asyncio
 import json
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +187,21 @@ def test_a_server_that_is_back_as_another_stays_out_and_one_that_fits_is_taken_b
         assert sync.current == [0, 1] and sync.whole
         sync.push(4, Window())
         assert not sync.whole
+
+
+def test_a_signal_that_stops_the_run_at_once_does_so_during_a_sync(tmp_path, group):
+    """The threads that talk to the servers were once waited for, up to vllm_server_timeout."""
+    def stop(number, frame):
+        raise KeyboardInterrupt
+    with FakeVllm(keep=False, hanging=("/collective_rpc",)) as server:
+        sync, before, started = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32), signal.signal(signal.SIGALRM, stop), time.monotonic()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push(1, Window())
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert time.monotonic() - started < 20 and "/collective_rpc" in server.calls and all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def test_a_hung_server_out_of_use_costs_one_sync_its_pause_and_the_next_ones_nothing(tmp_path, group, monkeypatch):
