@@ -277,8 +277,8 @@ class WeightSync:
 
     def _agree(self, alive: dict[int, Exception | None]) -> None:
         """All ranks go on, or all raise what rank 0 saw."""
-        failed = next(iter(alive.values())) if alive and None not in alive.values() else None
-        words = [failed and f"{failed} The server keeps its state and may be paused: start the run again, or the server if that fails too."]
+        failed = alive[min(alive, key=lambda server: not self.in_use[server])] if alive and None not in alive.values() else None       # a server long out of use explains nothing
+        words = [failed and f"{str(failed).rstrip('.')}. The server keeps its state and may be paused: start the run again, or the server if that fails too."]
         dist.broadcast_object_list(words, src=0)
         if words[0]:
             raise RuntimeError(words[0])

@@ -189,6 +189,18 @@ def test_a_server_that_is_back_as_another_stays_out_and_one_that_fits_is_taken_b
         assert not sync.whole
 
 
+@pytest.mark.parametrize("full,words", [(False, "phase 'reload' at .*no memory left"), (True, r"phase 'writing' .*No space left on device\)\. The server")])
+def test_with_one_server_long_dead_the_runs_end_names_what_befell_the_other(tmp_path, group, monkeypatch, full, words):
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+    shared = SimpleNamespace(lost=[1, 0], restored=[0, 0])
+    with FakeVllm(keep=False, failing=() if full else ("/collective_rpc",)) as server:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=["http://127.0.0.1:9", server.url]), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+        monkeypatch.setattr(sync_module, "write_weights", no_space) if full else None
+        with pytest.raises(RuntimeError, match=words):
+            sync.push(1, Window())
+
+
 def test_a_signal_that_stops_the_run_at_once_does_so_during_a_sync(tmp_path, group):
     """The threads that talk to the servers were once waited for, up to vllm_server_timeout."""
     def stop(number, frame):
