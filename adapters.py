@@ -179,7 +179,11 @@ class Adapters:
         if not self.loaded[server]:          # what it cached for a run before, under the same names and paths, is of other weights
             self.control.post(server, "reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
         self.control.post(server, "load of the adapter", "/v1/unload_lora_adapter", dict(lora_name=name), optional=True)     # of an earlier run
-        self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        try:
+            self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        except RuntimeError as error:
+            if "has already been loaded" not in str(error):      # the reply to the first request was lost, and it was sent again
+                raise
         self.control.post(server, "version", "/update_weight_version", dict(new_version=ADAPTERS), optional=True)     # it tells none of its tokens
         self.loaded[server].add(version)
         oldest_named = self.shared.oldest_named.value

@@ -73,9 +73,16 @@ def aside(act: Callable, *args, **how) -> Future:
     return given
 
 
+def ask(method: str, url: str, **how) -> requests.Response:
+    """Without the environment's proxies, as the rollouts' requests go: a server is on this network."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, **how)
+
+
 def answers(url: str) -> bool:
     try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
+        return ask("GET", f"{url}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
 
@@ -98,14 +105,14 @@ def wait_for_server(config: Config, server: Server | None) -> None:
 
 def check_server(config: Config, url: str) -> int:
     """The server's max_model_len. Raises ConfigError when it does not serve what the config says."""
-    reply = requests.get(f"{url}/v1/models", timeout=30)
+    reply = ask("GET", f"{url}/v1/models", timeout=30)
     if reply.status_code != 200:
         raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {reply.status_code}): correct vllm_server_base_url.")
     served = reply.json()["data"]
     ours = [model for model in served if config.model in (model["id"], model.get("root"))]
     if not ours:
         raise ConfigError(f"the server at {url} serves {', '.join(m['id'] for m in served)}, the config says {config.model}: {RESTART}")
-    info = requests.get(f"{url}/server_info", params=dict(config_format="json"), timeout=60)
+    info = ask("GET", f"{url}/server_info", params=dict(config_format="json"), timeout=60)
     if info.status_code != 200:
         raise ConfigError(f"the server at {url} does not offer /server_info, so its weights cannot be updated either: set VLLM_SERVER_DEV_MODE=1 and {RESTART}")
     found = info.json()["vllm_config"]["model_config"] | dict(max_model_len=ours[0]["max_model_len"])

@@ -16,7 +16,7 @@ from adapters import Adapters, check_adapter_server
 from config import Config, ConfigError
 from metrics import Window
 from model import Policy
-from serve import RESTART, answers, aside, check_server
+from serve import RESTART, answers, aside, ask, check_server
 from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
@@ -30,20 +30,22 @@ class Silent(RuntimeError):
 
 
 class Control:
-    """HTTP to the servers' weight endpoints. Every phase may be repeated, so one that cannot be reached is given `patience` seconds."""
+    """HTTP to the servers' weight endpoints. What may be repeated is, so a server that cannot be reached is given `patience` seconds."""
 
     def __init__(self, urls: list[str], timeout: float, check_server: Callable[[], None]):
         self.urls, self.timeout, self.check_server, self.retries = urls, timeout, check_server, 0
         self.patience = [RETRY_SECONDS] * len(urls)
 
-    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False, within: float = math.inf) -> str:
-        """The reply's text. Raises RuntimeError that names the phase and says what the server said."""
+    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False, within: float = math.inf, once: bool = False) -> str:
+        """The reply's text. `once`: what was begun and is begun again would wait for ever. Raises RuntimeError that names the phase and says what the server said."""
         deadline = time.monotonic() + self.patience[server]
         while True:
             problem, text = self._try(self.urls[server] + path, body, optional, within)
             if problem is not UNREACHABLE or time.monotonic() > deadline:
                 break
             self.check_server()
+            if once:
+                break
             self.retries += 1
             time.sleep(1)
         if problem:
@@ -53,7 +55,7 @@ class Control:
     def _try(self, url: str, body: dict | None, optional: bool, within: float) -> tuple[str | None, str]:
         """(what went wrong, if anything; the reply's text)"""
         try:
-            reply = requests.post(url, json=body, timeout=(5, min(self.timeout, within)))
+            reply = ask("POST", url, json=body, timeout=(5, min(self.timeout, within)))
         except requests.exceptions.ReadTimeout:
             return f"no answer in {min(self.timeout, within):.0f} s", ""
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):         # the latter in the middle of a reply
@@ -70,7 +72,7 @@ class Control:
     def reply(self, server: int, path: str, body: dict | None = None, within: float = math.inf, **params) -> requests.Response:
         """To a POST of `body`, or a GET. Raises Silent when none comes."""
         try:
-            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, min(self.timeout, within)))
+            return ask("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, min(self.timeout, within)))
         except requests.RequestException as error:
             raise Silent(f"{self.urls[server]} did not answer {path}: {error}") from error
 

@@ -112,7 +112,7 @@ class Nccl:
         if server not in self.groups:
             self._connect(server)
         path, body = ("/collective_rpc", dict(method="receive_weights")) if self.by_plan else ("/update_weights", dict(update_info=self._announce(server)))
-        self.updates[server] = aside(self.control.post, server, "update", path, body)
+        self.updates[server] = aside(self.control.post, server, "update", path, body, once=True)
 
     def _announce(self, server: int) -> dict:
         if not self.control.try_once(server, "/start_weight_update", dict(is_checkpoint_format=True)):
@@ -205,7 +205,7 @@ class Nccl:
             path, body = "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {}))
         thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, 0, world, self.device)), daemon=True, name="group")
         thread.start()
-        self.control.post(server, "connection", path, body)
+        self.control.post(server, "connection", path, body, once=True)
         thread.join(60)
         if "group" not in opened:
             raise RuntimeError(f"weight sync failed in its phase 'connection' at {self.control.urls[server]} (no NCCL group with it at {address}:{port}).")

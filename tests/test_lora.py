@@ -199,6 +199,22 @@ class LoraServer:
         self.most = max(self.most, len(self.loaded))
 
 
+def test_an_adapter_whose_loading_was_asked_for_twice_is_loaded(tmp_path, group):
+    """The reply to the first request was lost on its way; a name that is refused for another reason ends the sync."""
+    shared, words = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0], restored=[0]), "The lora adapter 'policy-v0' has already been loaded."
+
+    def post(server, phase, path, body=None, optional=False, within=None):
+        if path == "/v1/load_lora_adapter":
+            raise RuntimeError(f"weight sync failed in its phase 'load of the adapter' at http://x (400: {words})")
+    control = SimpleNamespace(urls=["http://x"], post=post, retries=0, patience=[0])
+    sync = WeightSync(Adapters(tiny_config(output_dir=str(tmp_path)), tiny_lora(), torch.float32, control, shared), control, shared)
+    sync.push(0, Window())
+    assert sync.current == [0] and sync.transport.loaded == [{0}]
+    words = "no adapter found"
+    with pytest.raises(RuntimeError, match="no adapter found"):
+        sync.push(1, Window())
+
+
 def test_a_server_that_is_dead_for_good_keeps_no_adapters_on_the_disk(tmp_path, group):
     policy, healthy = tiny_lora(), LoraServer()
     shared = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0, 0], restored=[0, 0])

@@ -152,6 +152,24 @@ def test_merged_adapters_go_with_the_whole_text_model_through_memory(monkeypatch
         assert received.keys() == tiny_lm().state_dict().keys() and torch.equal(received["model.norm.weight"], tiny_lm().model.norm.weight.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("cut", ["attach_weights", "receive_weights"])
+def test_what_waits_for_the_trainer_is_not_asked_for_twice_when_its_reply_is_lost(monkeypatch, tmp_path, group, cut):
+    """A second such request would wait in a broadcast that nobody sends, until vllm_server_timeout."""
+    asked = []
+
+    def post(url, json=None, **how):
+        asked.append((json or {}).get("method", url))
+        if asked[-1] == cut:
+            raise requests.ConnectionError("the connection was cut")
+        return SimpleNamespace(status_code=200, text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    monkeypatch.setattr("sync.ask", lambda method, url, **how: post(url, **how))
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url="http://127.0.0.1:9", weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+    with pytest.raises(RuntimeError, match=f"phase '{'connection' if cut == 'attach_weights' else 'update'}' at http://127.0.0.1:9 .it cannot be reached"):
+        sync.push(0, Window())
+    assert asked.count(cut) == 1
+
+
 def test_after_an_error_between_chunks_nothing_keeps_the_process_from_its_end(monkeypatch, tmp_path, group):
     """The server waits in the next broadcast, and its reply is waited for in a thread that once outlived the run by vllm_server_timeout."""
     monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
