@@ -13,6 +13,7 @@ from peft import LoraConfig
 from config import ConfigError
 from flags import cpu_threads, server_command
 from serve import Server, check_server, wait_for_server
+from sync import Control
 
 
 def flags(config):
@@ -135,6 +136,15 @@ def test_a_server_owned_by_a_worker_of_torchrun_makes_its_own_process_group(tmp_
     monkeypatch.setattr("serve.server_command", lambda config: ([sys.executable, "-c", program], dict(EXTRA="kept")))
     server = Server(tiny_config(vllm_server_base_url="http://127.0.0.1:9", output_dir=str(tmp_path)))
     assert server.process.wait(60) == 0, server.log.read_text()
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_the_servers(fake_vllm, monkeypatch):
+    """The rollouts' requests ignore it too."""
+    config = fake_vllm()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert check_server(config, config.server_urls[0]) == 256 and Control(config.server_urls, 60.0, lambda: None).reply(0, "/health").status_code == 200
 
 
 def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):
