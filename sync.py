@@ -227,10 +227,10 @@ class WeightSync:
         while wait(acts.values(), timeout=0.25).not_done:        # a signal may reach another thread: it is acted on only when this one wakes
             pass
         for server, done in acts.items():
-            if isinstance(error := done.exception(), RuntimeError):
-                alive[server] = error
-            elif error is not None:
+            if isinstance(error := done.exception(), ConfigError):           # the one that this run started has ended
                 raise error
+            if error is not None:                # an odd answer is that server's failure, whatever it does to the code that reads it
+                alive[server] = error if isinstance(error, RuntimeError) else RuntimeError(f"weight sync failed in its phase '{phase}' at {self.control.urls[server]} ({error!r}).")
         self.phases[phase] += time.monotonic() - begun
 
     def _guard(self, alive: dict[int, Exception | None], phase: str, act: Callable[[], None]) -> None:

@@ -215,8 +215,9 @@ class Nccl:
 
 def own_address(url: str) -> str:
     """The address under which the machine of `url` reaches this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((urlparse(url).hostname, 9))               # sends nothing
+    family, kind, _, _, address = min(socket.getaddrinfo(urlparse(url).hostname, 9, type=socket.SOCK_DGRAM), key=lambda found: found[0] != socket.AF_INET)
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)                                   # sends nothing
         return probe.getsockname()[0]
 
 

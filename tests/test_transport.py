@@ -1,4 +1,5 @@
 """Weights through memory: what a server process receives over a group, bit for bit, for both of vLLM's interfaces; and the buffer on one machine."""
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from config import ConfigError
 from metrics import Window
 from model import Policy
 from sync import Control, make_sync
-from transport import Ipc, Nccl, check_fits, cut
+from transport import Ipc, Nccl, check_fits, cut, own_address
 from weights import gathered_weights
 
 PORTS = {"0.26.0": 8310, "0.32.0": 8311}
@@ -168,6 +169,42 @@ def test_what_waits_for_the_trainer_is_not_asked_for_twice_when_its_reply_is_los
     with pytest.raises(RuntimeError, match=f"phase '{'connection' if cut == 'attach_weights' else 'update'}' at http://127.0.0.1:9 .it cannot be reached"):
         sync.push(0, Window())
     assert asked.count(cut) == 1
+
+
+def test_an_odd_answer_is_that_servers_failure_and_leaves_no_healthy_one_paused(monkeypatch, tmp_path, group):
+    """503 without a world size once ended the run in a traceback, the other server paused."""
+    asked = []
+
+    def ask(method, url, json=None, **how):
+        asked.append(url)
+        busy = url.startswith("http://127.0.0.2") and url.endswith("/get_world_size")
+        return SimpleNamespace(status_code=503 if busy else 200, text='{"takes_weights":true}', json=lambda: dict(error="busy") if busy else dict(world_size=1))
+    monkeypatch.setattr("sync.ask", ask)
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    urls = ["http://127.0.0.1:9", "http://127.0.0.2:9"]
+    sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+    sync.push(0, Window())
+    assert sync.current == [0] and "http://127.0.0.1:9/resume" in asked and "http://127.0.0.2:9/resume" not in asked
+
+
+def test_the_own_address_is_one_of_the_family_that_the_servers_is_and_ipv4_where_it_has_both(monkeypatch):
+    assert own_address("http://127.0.0.1:8000") == own_address("http://localhost:8000") == "127.0.0.1"
+    found, sockets = [(socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0))], []
+
+    class Probe:
+        def __init__(self, family, kind):
+            sockets.append(family)
+
+        __enter__, __exit__ = lambda self: self, lambda self, *error: None
+
+        def connect(self, address):
+            self.address = address
+
+        def getsockname(self):
+            return self.address
+    monkeypatch.setattr(transport.socket, "getaddrinfo", lambda *args, **how: found)
+    monkeypatch.setattr(transport.socket, "socket", Probe)
+    assert own_address("http://[::1]:8000") == "::1" and sockets == [socket.AF_INET6]
 
 
 def test_after_an_error_between_chunks_nothing_keeps_the_process_from_its_end(monkeypatch, tmp_path, group):
