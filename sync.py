@@ -29,6 +29,10 @@ class Silent(RuntimeError):
     """A server did not answer at all."""
 
 
+class SyncFailed(ConfigError, RuntimeError):
+    """Ends the run with its sentence: most often a server is to be put right, and none of the run's own state is lost with it."""
+
+
 class Control:
     """HTTP to the servers' weight endpoints. What may be repeated is, so a server that cannot be reached is given `patience` seconds."""
 
@@ -157,7 +161,7 @@ class WeightSync:
         self.resting: dict[int, tuple[float, Exception]] = {}        # servers out of use, until when they are not asked, and why
 
     def push(self, version: int, window: Window) -> None:
-        """Every server in use gets the weights of `version`. Raises RuntimeError on all ranks, naming the phase, when none has them.
+        """Every server in use gets the weights of `version`. Raises SyncFailed on all ranks, naming the phase, when none has them.
 
         Every rank gathers the same chunks in the same order, whatever fails at the servers.
         """
@@ -283,4 +287,4 @@ class WeightSync:
         words = [failed and f"{str(failed).rstrip('.')}. The server keeps its state and may be paused: start the run again, or the server if that fails too."]
         dist.broadcast_object_list(words, src=0)
         if words[0]:
-            raise RuntimeError(words[0])
+            raise SyncFailed(words[0])
