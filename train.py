@@ -267,7 +267,7 @@ class StopRequest:
     under way; before that, and the second time, it stops the run at once, without saving. Other processes are stopped either way."""
 
     def __init__(self):
-        self.number, self.at, self.deferred, self.ignored = 0, 0.0, False, False
+        self.number, self.at, self.deferred, self.ignored, self.saves = 0, 0.0, False, False, True
 
     def asked(self) -> bool:
         return self.number != 0
@@ -280,7 +280,8 @@ class StopRequest:
         if not self.deferred or self.asked():
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.number, self.at = number, now
-        os.write(2, f"{signal.Signals(number).name}: saving and stopping after this step; once more stops at once\n".encode())     # print may be under way
+        saving = "saving and stopping" if self.saves else "stopping without saving (save_strategy=no)"
+        os.write(2, f"{signal.Signals(number).name}: {saving} after this step; once more stops at once\n".encode())     # print may be under way
 
 
 def main(argv: list[str]) -> None:
@@ -289,6 +290,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, stop)
     try:
         config = load_config(argv)
+        stop.saves = config.save_strategy != "no"
         rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
         device = torch.device(device_type(config), *([local_rank] if device_type(config) == "cuda" else []))
         if device.type == "cuda":
@@ -314,7 +316,7 @@ def main(argv: list[str]) -> None:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(130)
     except SystemExit:
-        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + "; resume_from_checkpoint=True goes on", file=sys.stderr, flush=True)
+        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + ("; resume_from_checkpoint=True goes on" if stop.saves else ""), file=sys.stderr, flush=True)
         raise
 
 
