@@ -170,8 +170,12 @@ def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops
     with pytest.raises(RuntimeError, match="did not answer"):
         proof.check(1, Window())
 
+    asked = []
+
     def ended():
-        raise ConfigError("the end of its log")
+        asked.append(1)
+        if len(asked) == 3:
+            raise ConfigError("the end of its log")
     sync.check_server = ended
     with pytest.raises(ConfigError, match="the end of its log"):
         proof.check(2, Window())
