@@ -109,6 +109,8 @@ class Nccl:
 
     def begin(self, server: int) -> None:
         """Open the group at the first sync, announce what comes, and let the server wait for it in a thread."""
+        if not self.control.patience[server]:
+            self._forget(server)                 # it was out of use, and may have been started anew
         if server not in self.groups:
             self._connect(server)
         path, body = ("/collective_rpc", dict(method="receive_weights")) if self.by_plan else ("/update_weights", dict(update_info=self._announce(server)))
@@ -168,8 +170,7 @@ class Nccl:
     def _forget(self, server: int) -> None:
         """A group that stopped half way through a collective is of no use: the next sync opens another."""
         group = self.groups.pop(server, None)
-        if hasattr(group, "destroy"):
-            group.destroy()                      # aborts what is still enqueued, of which the stream would wait for ever
+        group.destroy() if hasattr(group, "destroy") else None       # aborts what is still enqueued, of which the stream would wait for ever
         self.streams.pop(server, None)
         for events in self.sent:
             events.pop(server, None)

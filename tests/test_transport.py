@@ -187,6 +187,25 @@ def test_an_odd_answer_is_that_servers_failure_and_leaves_no_healthy_one_paused(
     assert sync.current == [0] and "http://127.0.0.1:9/resume" in asked and "http://127.0.0.2:9/resume" not in asked
 
 
+def test_a_server_that_is_back_gets_a_group_of_its_own_anew_at_once(monkeypatch, tmp_path, group):
+    """One that was started anew knows nothing of the old one, and after a vain attempt it is not asked again for a while."""
+    asked, shared = [], SimpleNamespace(lost=[0, 0], restored=[0, 0])
+
+    def ask(method, url, json=None, **how):
+        asked.append((url[:16], (json or {}).get("method")))
+        return SimpleNamespace(status_code=200, text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    monkeypatch.setattr("sync.ask", ask)
+    monkeypatch.setattr("sync.answers", lambda url: True)
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    config = tiny_config(output_dir=str(tmp_path), vllm_server_base_url=["http://127.0.0.1:9", "http://127.0.0.2:9"], weight_sync_backend="nccl")
+    sync = make_sync(config, Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+    sync.check_back = lambda server: None
+    for version in range(4):
+        shared.lost[1] += version == 2
+        sync.push(version, Window())
+    assert sync.current == [0, 1] and [asked.count((url, "attach_weights")) for url in ("http://127.0.0.1", "http://127.0.0.2")] == [1, 2]
+
+
 def test_the_own_address_is_one_of_the_family_that_the_servers_is_and_ipv4_where_it_has_both(monkeypatch):
     assert own_address("http://127.0.0.1:8000") == own_address("http://localhost:8000") == "127.0.0.1"
     found, sockets = [(socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0))], []
@@ -212,7 +231,8 @@ def test_after_an_error_between_chunks_nothing_keeps_the_process_from_its_end(mo
     monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
     monkeypatch.setattr(Nccl, "limit", 3000)
     ended, reply = threading.Event(), SimpleNamespace(text='{"takes_weights":true}', json=lambda: dict(world_size=1))
-    control = SimpleNamespace(urls=["http://127.0.0.1:9"], timeout=60.0, reply=lambda *args, **how: reply, post=lambda server, phase, *args, **how: ended.wait(60) if phase == "update" else "")
+    control = SimpleNamespace(urls=["http://127.0.0.1:9"], timeout=60.0, reply=lambda *args, **how: reply, patience=[1.0],
+                              post=lambda server, phase, *args, **how: ended.wait(60) if phase == "update" else "")
     before, nccl = set(threading.enumerate()), Nccl(tiny_config(output_dir=str(tmp_path)), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, control)
     nccl.stage(0, 1)()
     nccl.begin(0)
