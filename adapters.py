@@ -17,6 +17,7 @@ from naming import adapter_name
 
 FOLLOWED = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config", "r", "lora_alpha", "use_rslora",
             "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save", "init_lora_weights", "fan_in_fan_out"}
+ADAPTERS = "adapters"    # the weights' version of a server whose base is its checkpoint's, "default" until an adapter came
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)       # that vLLM has buffers for; it serves every rank up to --max-lora-rank
 
 
@@ -121,8 +122,8 @@ def versions_kept(max_staleness: int) -> int:
     return max(max_staleness, 1) + 1
 
 
-def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict) -> bool:
-    """Whether this server takes adapters, from what its /server_info says; False: merged weights are sent. Raises ConfigError where it should but cannot."""
+def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict, weight_version: str | None = None) -> bool:
+    """Whether this server takes adapters, from what its /server_info and /weight_info say; False: merged weights are sent. Raises ConfigError where it should but cannot."""
     lora, rank = vllm_config.get("lora_config"), largest_rank(peft_config)
     if lora is None:
         return False
@@ -132,6 +133,10 @@ def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config:
     if vllm_config["parallel_config"]["data_parallel_size"] > 1:
         print(f"{url} has --enable-lora, but merged weights are sent: an adapter would reach one of its data-parallel replicas only.", flush=True)
         return False
+    if (processes := vllm_config["parallel_config"].get("_api_process_count", 1)) > 1:
+        raise ConfigError(f"the server at {url} has {processes} API processes, and an adapter reaches one of them only: restart it with --api-server-count 1.")
+    if weight_version not in (None, "default", ADAPTERS):
+        raise ConfigError(f"the server at {url} has the weights of another run under the adapters (it says version {weight_version!r}): start it again.")
     if lora["max_lora_rank"] < rank:
         raise ConfigError(f"the server at {url} has --max-lora-rank {lora['max_lora_rank']}, peft_config needs {rank}: "
                           f"restart it with --max-lora-rank {served_rank(rank)}.")
@@ -174,8 +179,12 @@ class Adapters:
         if not self.loaded[server]:          # what it cached for a run before, under the same names and paths, is of other weights
             self.control.post(server, "reset of the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
         self.control.post(server, "load of the adapter", "/v1/unload_lora_adapter", dict(lora_name=name), optional=True)     # of an earlier run
-        self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
-        self.control.post(server, "version", "/update_weight_version", dict(new_version="adapters"), optional=True)     # it tells none of its tokens
+        try:
+            self.control.post(server, "load of the adapter", "/v1/load_lora_adapter", dict(lora_name=name, lora_path=path))
+        except RuntimeError as error:
+            if "has already been loaded" not in str(error):      # the reply to the first request was lost, and it was sent again
+                raise
+        self.control.post(server, "version", "/update_weight_version", dict(new_version=ADAPTERS), optional=True)     # it tells none of its tokens
         self.loaded[server].add(version)
         oldest_named = self.shared.oldest_named.value
         for old in sorted(v for v in self.loaded[server] if v < min(version - versions_kept(self.config.max_staleness) + 1, oldest_named)):
@@ -183,8 +192,8 @@ class Adapters:
             self.loaded[server].discard(old)
 
     def clean(self, version: int) -> None:
-        """Files outlive their adapter by one sync: the server may read them late."""
-        kept = min([version, *(v for loaded in self.loaded for v in loaded)]) - 1
+        """Files outlive their adapter by one sync: the server may read them late. A server that missed this version is out of use, and no request names what it had."""
+        kept = min([version, *(v for loaded in self.loaded if version in loaded for v in loaded)]) - 1
         for folder in self.folder.glob("policy-v*"):
             if int(folder.name.removeprefix("policy-v")) < kept:
                 shutil.rmtree(folder)

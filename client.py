@@ -200,13 +200,13 @@ class Servers:
         raise ConfigError(f"the vLLM server at {self.urls[server]} refused a request ({response.status}: {words})")
 
     async def watch(self, cap: "LoadCap", max_model_len: int) -> None:
-        """Follow the servers' load with the cap, if some server has /metrics at the start; one that is busy later leaves the cap as it is."""
+        """Follow the servers' load with the cap, unless all answer 404 for /metrics at the start; one that is busy leaves the cap as it is."""
         preempted = {}
         while True:
             servers = self.in_use()
-            texts = await asyncio.gather(*(self._get(server, "/metrics") for server in servers))
-            loads = {server: parse_metrics(text) for server, text in zip(servers, texts) if text is not None}
-            if cap.size is None:
+            texts = await asyncio.gather(*(self._get(server, "/metrics", absent="") for server in servers))
+            loads = {server: parse_metrics(text) for server, text in zip(servers, texts) if text}
+            if cap.size is None and (loads or {*texts} == {""}):
                 cap.start(sum(load["kv_tokens"] for load in loads.values()) // max_model_len or cap.most)
                 if not loads:
                     return
@@ -220,11 +220,11 @@ class Servers:
                 preempted[server] = load["preempted"]
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _get(self, server: int, path: str) -> str | None:
-        """The reply's text, if one comes in time and says 200."""
+    async def _get(self, server: int, path: str, absent: str | None = None) -> str | None:
+        """The reply's text, if one comes in time and says 200; `absent` of a 404."""
         try:
             async with self.session.get(self.urls[server] + path, timeout=aiohttp.ClientTimeout(total=5)) as reply:
-                return await reply.text() if reply.status == 200 else None
+                return await reply.text() if reply.status == 200 else absent if reply.status == 404 else None
         except (aiohttp.ClientError, asyncio.TimeoutError):
             return None
 

@@ -11,7 +11,7 @@ from metrics import Window
 from model import Policy, to_device
 from naming import adapter_name
 from packing import Sample, pack_row
-from sync import Silent, WeightSync
+from sync import Silent, SyncFailed, WeightSync
 
 BOUNDS = {torch.bfloat16: 0.2, torch.float16: 0.03}      # mean |difference| of log-probs; rounding alone gave 0.05 to 0.08 in bf16 (8 bits),
 FULL_PRECISION = 1e-3                                     # and 5e-6 in fp32
@@ -19,7 +19,7 @@ LENGTH = 48
 
 
 class Proof:
-    """Scores a fixed probe after the first two syncs and every `verify_sync_steps`; keeps the policy's scores to tell which version a server has."""
+    """Scores a fixed probe after the first two syncs and every `verify_sync_steps`, and after one that took a server back; keeps the policy's scores to tell which version a server has."""
 
     def __init__(self, config: Config, policy: Policy, sync: WeightSync, dtype: torch.dtype):
         self.config, self.policy, self.sync = config, policy, sync
@@ -35,8 +35,9 @@ class Proof:
         self.scores: dict[int, np.ndarray] = {}  # the policy's, by version
 
     def check(self, version: int, window: Window) -> None:
-        """Raise RuntimeError on all ranks unless every server in use scores the probe as the policy does. A collective."""
-        started, due, next_due = time.monotonic(), self._due(version, self.checks), self._due(version + 1, self.checks + 1)
+        """Raise SyncFailed on all ranks unless every server in use scores the probe as the policy does. A collective."""
+        back = self.sync.whole and self.config.verify_sync_steps > 0         # one that was taken back may be another by now
+        started, due, next_due = time.monotonic(), back or self._due(version, self.checks), self._due(version + 1, self.checks + 1)
         self.checks += 1
         if due or next_due:
             self.scores[version] = self.policy_scores()
@@ -44,7 +45,7 @@ class Proof:
             words = [self.problem(version) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(words, src=0)
             if words[0]:
-                raise RuntimeError(words[0])
+                raise SyncFailed(words[0])
             window.add("perf/verify_sync_s", time.monotonic() - started)
 
     def _due(self, version: int, checks: int) -> bool:
@@ -80,8 +81,10 @@ class Proof:
                 says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
             except Silent as error:
                 if len(self.sync.current) == 1:
-                    time.sleep(1)            # one of ours that has just ended says more
-                    self.sync.control.check_server()
+                    deadline = time.monotonic() + 2
+                    while time.monotonic() < deadline:       # one of ours that has just ended says more, once it has
+                        self.sync.control.check_server()
+                        time.sleep(0.05)
                     return str(error)
                 self.sync.leave_out(server, str(error))
                 continue

@@ -11,7 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import requests
@@ -57,9 +60,29 @@ class Server:
                 return
 
 
+def aside(act: Callable, *args, **how) -> Future:
+    """What `act` gives, from a daemon thread: neither a signal that stops the run at once nor its end waits for a server."""
+    given = Future()
+
+    def run():
+        try:
+            given.set_result(act(*args, **how))
+        except Exception as error:
+            given.set_exception(error)
+    threading.Thread(target=run, daemon=True, name="aside").start()
+    return given
+
+
+def ask(method: str, url: str, **how) -> requests.Response:
+    """Without the environment's proxies, as the rollouts' requests go: a server is on this network."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, **how)
+
+
 def answers(url: str) -> bool:
     try:
-        return requests.get(f"{url}/health", timeout=5).status_code == 200
+        return ask("GET", f"{url}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
 
@@ -80,25 +103,42 @@ def wait_for_server(config: Config, server: Server | None) -> None:
         time.sleep(0.5)
 
 
+def told(url: str, path: str, key: str, **params):
+    """What the JSON of a GET has under `key`. Raises LookupError that says what came instead."""
+    try:
+        reply = ask("GET", url + path, params=params, timeout=60)
+        if reply.status_code == 200:
+            return reply.json()[key]
+        instead = reply.status_code
+    except requests.JSONDecodeError:
+        instead = repr(reply.text[:100])
+    except (requests.RequestException, LookupError, TypeError) as error:
+        instead = repr(error)
+    raise LookupError(instead)
+
+
 def check_server(config: Config, url: str) -> int:
     """The server's max_model_len. Raises ConfigError when it does not serve what the config says."""
-    reply = requests.get(f"{url}/v1/models", timeout=30)
-    if reply.status_code != 200:
-        raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {reply.status_code}): correct vllm_server_base_url.")
-    served = reply.json()["data"]
-    ours = [model for model in served if config.model in (model["id"], model.get("root"))]
+    try:
+        served = told(url, "/v1/models", "data")
+    except LookupError as instead:
+        raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {instead}): correct vllm_server_base_url.") from None
+    ours = [model for model in served if model["id"] == config.model]        # the name that requests use
     if not ours:
         raise ConfigError(f"the server at {url} serves {', '.join(m['id'] for m in served)}, the config says {config.model}: {RESTART}")
-    info = requests.get(f"{url}/server_info", params=dict(config_format="json"), timeout=60)
-    if info.status_code != 200:
-        raise ConfigError(f"the server at {url} does not offer /server_info, so its weights cannot be updated either: set VLLM_SERVER_DEV_MODE=1 and {RESTART}")
-    found = info.json()["vllm_config"]["model_config"] | dict(max_model_len=ours[0]["max_model_len"])
+    try:
+        info = told(url, "/server_info", "vllm_config", config_format="json")
+    except LookupError as instead:
+        raise ConfigError(f"the server at {url} does not offer /server_info (it answered {instead}), so its weights cannot be updated either: set VLLM_SERVER_DEV_MODE=1 and {RESTART}") from None
+    found = info["model_config"] | dict(max_model_len=ours[0]["max_model_len"])
     wanted = dict(max_model_len=config.vllm_max_model_length or found["max_model_len"], dtype=compute_dtype(config, torch.device(device_type(config))), logprobs_mode="processed_logprobs")
     if different := [name for name, value in wanted.items() if str(found[name]) != str(value)]:
         says = ", ".join(f"{name} {found[name]}, the config says {wanted[name]}" for name in different)
         raise ConfigError(f"the server at {url} has {says}: {RESTART}")
-    if found["max_logprobs"] <= config.num_sampler_logprobs:
+    if -1 != found["max_logprobs"] <= config.num_sampler_logprobs:       # -1: no limit
         raise ConfigError(f"the server at {url} has max_logprobs {found['max_logprobs']}, num_sampler_logprobs={config.num_sampler_logprobs} needs one more: {RESTART}")
+    if config.restricted_sampling and device_type(config) != "cpu" and found.get("return_sampling_mask") is False:        # an older one knows no such flag, and a CPU refuses it
+        raise ConfigError(f"the server at {url} runs without --return-sampling-mask, which top_k, top_p and min_p need: {RESTART}")
     return found["max_model_len"]
 
 

@@ -3,7 +3,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from pathlib import Path
 
 import requests
@@ -13,36 +13,43 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from adapters import Adapters, check_adapter_server
-from config import Config
+from config import Config, ConfigError
 from metrics import Window
 from model import Policy
-from serve import answers
+from serve import RESTART, answers, aside, ask, check_server
 from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
+REST_SECONDS = 120.0     # from one vain attempt at a server out of use, for which the others may have been paused, to the next
 
 
 class Silent(RuntimeError):
     """A server did not answer at all."""
 
 
+class SyncFailed(ConfigError, RuntimeError):
+    """Ends the run with its sentence: most often a server is to be put right, and none of the run's own state is lost with it."""
+
+
 class Control:
-    """HTTP to the servers' weight endpoints. Every phase may be repeated, so one that cannot be reached is given `patience` seconds."""
+    """HTTP to the servers' weight endpoints. What may be repeated is, so a server that cannot be reached is given `patience` seconds."""
 
     def __init__(self, urls: list[str], timeout: float, check_server: Callable[[], None]):
         self.urls, self.timeout, self.check_server, self.retries = urls, timeout, check_server, 0
         self.patience = [RETRY_SECONDS] * len(urls)
 
-    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False, within: float = math.inf) -> str:
-        """The reply's text. Raises RuntimeError that names the phase and says what the server said."""
+    def post(self, server: int, phase: str, path: str, body: dict | None = None, optional: bool = False, within: float = math.inf, once: bool = False) -> str:
+        """The reply's text. `once`: what was begun and is begun again would wait for ever. Raises RuntimeError that names the phase and says what the server said."""
         deadline = time.monotonic() + self.patience[server]
         while True:
             problem, text = self._try(self.urls[server] + path, body, optional, within)
             if problem is not UNREACHABLE or time.monotonic() > deadline:
                 break
             self.check_server()
+            if once:
+                break
             self.retries += 1
             time.sleep(1)
         if problem:
@@ -52,7 +59,7 @@ class Control:
     def _try(self, url: str, body: dict | None, optional: bool, within: float) -> tuple[str | None, str]:
         """(what went wrong, if anything; the reply's text)"""
         try:
-            reply = requests.post(url, json=body, timeout=(5, min(self.timeout, within)))
+            reply = ask("POST", url, json=body, timeout=(5, min(self.timeout, within)))
         except requests.exceptions.ReadTimeout:
             return f"no answer in {min(self.timeout, within):.0f} s", ""
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):         # the latter in the middle of a reply
@@ -69,7 +76,7 @@ class Control:
     def reply(self, server: int, path: str, body: dict | None = None, within: float = math.inf, **params) -> requests.Response:
         """To a POST of `body`, or a GET. Raises Silent when none comes."""
         try:
-            return requests.request("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, min(self.timeout, within)))
+            return ask("GET" if body is None else "POST", self.urls[server] + path, json=body, params=params, timeout=(5, min(self.timeout, within)))
         except requests.RequestException as error:
             raise Silent(f"{self.urls[server]} did not answer {path}: {error}") from error
 
@@ -88,14 +95,14 @@ class Disk:
     chunks, pauses = 1, True
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control: Control):
-        self.policy, self.dtype, self.control = policy, dtype, control
+        self.policy, self.dtype, self.control, self.whole = policy, dtype, control, True
         self.folder = Path(config.output_dir).resolve() / ".weights"
         self.on_cpu = next(policy.parameters()).device.type == "cpu"
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
-        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
+        weights = gathered_weights(self.policy, self.dtype, frozen=self.whole, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
         return lambda: self._write(weights, version)
 
     def _write(self, weights: dict[str, Tensor], version: int) -> None:
@@ -119,15 +126,23 @@ class Disk:
         shutil.rmtree(self.target, ignore_errors=True)
 
 
-def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_server: Callable[[], None] = lambda: None) -> "WeightSync":
+def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, check_own: Callable[[], None] = lambda: None, max_model_len: int = 0) -> "WeightSync":
     """The transport that the config names, or adapters alone where every server takes them. The same choice on every rank. Raises ConfigError."""
-    control = Control(config.server_urls, config.vllm_server_timeout, check_server)
-    adapters = [bool(policy.peft_config) and all(check_adapter_server(policy.peft_config, config.max_staleness, url, control.vllm_config(server))
-                                                 for server, url in enumerate(config.server_urls)) if dist.get_rank() == 0 else None]
+    control = Control(config.server_urls, config.vllm_server_timeout, check_own)
+
+    def takes_adapters(server: int) -> bool:
+        return check_adapter_server(policy.peft_config, config.max_staleness, control.urls[server], control.vllm_config(server), control.weight_version(server))
+    adapters = [bool(policy.peft_config) and all(map(takes_adapters, range(len(control.urls)))) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(adapters, src=0)
-    if adapters[0]:
-        return WeightSync(Adapters(config, policy, dtype, control, shared), control, shared)
-    return WeightSync(dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control), control, shared)
+
+    def check_back(server: int) -> None:
+        """Raise ConfigError where a server that is back, which may be another by now, is not as all had to be at the start."""
+        if (length := check_server(config, url := control.urls[server])) < max_model_len:
+            raise ConfigError(f"the server at {url} has max_model_len {length}, the run needs {max_model_len}: {RESTART}")
+        if adapters[0] and not takes_adapters(server):
+            raise ConfigError(f"the server at {url} takes no adapters any more: {RESTART}")
+    transport = Adapters(config, policy, dtype, control, shared) if adapters[0] else dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control)
+    return WeightSync(transport, control, shared, check_back)
 
 
 class WeightSync:
@@ -136,20 +151,26 @@ class WeightSync:
     A server that fails while another succeeds is out of use until a later sync finds it answering; see client.Servers.
     """
 
-    def __init__(self, transport, control: Control, shared=None):
-        self.transport, self.control, self.shared = transport, control, shared
+    def __init__(self, transport, control: Control, shared=None, check_back: Callable[[int], None] = lambda server: None):
+        self.transport, self.control, self.shared, self.check_back = transport, control, shared, check_back
         self.names_adapters = isinstance(transport, Adapters)
         self.phases: dict[str, float] = {}       # seconds of the last push, by phase
         self.paused = 0.0                        # of it, from the pause until every server had resumed
         self.current: list[int] = []             # servers that have the weights of the last push
+        self.whole: bool | None = None           # the last push was the first, or to a server that is back: another run's weights may lie there, so what is frozen goes too
+        self.resting: dict[int, tuple[float, Exception]] = {}        # servers out of use, until when they are not asked, and why
 
     def push(self, version: int, window: Window) -> None:
-        """Every server in use gets the weights of `version`. Raises RuntimeError on all ranks, naming the phase, when none has them.
+        """Every server in use gets the weights of `version`. Raises SyncFailed on all ranks, naming the phase, when none has them.
 
         Every rank gathers the same chunks in the same order, whatever fails at the servers.
         """
         started, transport = time.monotonic(), self.transport
         alive = self._servers() if dist.get_rank() == 0 else {}
+        self.tried = [server for server, error in alive.items() if error is None]
+        whole = [self.whole is None or not all(self.in_use[server] for server in self.tried)]
+        dist.broadcast_object_list(whole, src=0)
+        self.whole = transport.whole = whole[0]
         self.phases = dict.fromkeys(("gather", "pause", "transfer", "finish", "resume"), 0.0)
         for chunk in range(transport.chunks):
             begun = time.monotonic()
@@ -185,19 +206,35 @@ class WeightSync:
         self.lost = list(self.shared.lost) if self.shared else [0] * len(urls)
         self.in_use = [not self.shared or self.shared.restored[server] == lost for server, lost in enumerate(self.lost)]
         self.control.patience = [RETRY_SECONDS if in_use else 0 for in_use in self.in_use]
-        return {server: None if self.in_use[server] or answers(url) else RuntimeError(f"{url} does not answer") for server, url in enumerate(urls)}
+        return {server: None if in_use else self._absent(server) for server, in_use in enumerate(self.in_use)}
+
+    def _absent(self, server: int) -> Exception | None:
+        """Why a server out of use stays so; None: it is back."""
+        url, asked, (until, error) = self.control.urls[server], time.monotonic(), self.resting.get(server, (0.0, None))
+        if asked < until and any(self.in_use):
+            return error
+        answered, error = answers(url), None
+        try:
+            self.check_back(server) if answered else None
+        except Exception as problem:             # whatever now answers there
+            error = problem
+            print(f"still out of use: {error}", flush=True)
+        error = error if answered else RuntimeError(f"{url} does not answer.")
+        self.resting.pop(server, None)
+        if error is not None and (answered or time.monotonic() - asked > 1):         # one that is not there says so at once, and costs nothing
+            self.resting[server] = time.monotonic() + REST_SECONDS, error
+        return error
 
     def _each(self, alive: dict[int, Exception | None], phase: str, act: Callable[[int], None]) -> None:
         """`act` at all servers at once where nothing has gone wrong."""
-        begun, servers = time.monotonic(), [server for server, error in alive.items() if error is None]
-
-        def attempt(server):
-            try:
-                act(server)
-            except RuntimeError as error:
-                alive[server] = error
-        with ThreadPoolExecutor(max(len(servers), 1)) as threads:
-            list(threads.map(attempt, servers))
+        begun, acts = time.monotonic(), {server: aside(act, server) for server, error in alive.items() if error is None}
+        while wait(acts.values(), timeout=0.25).not_done:        # a signal may reach another thread: it is acted on only when this one wakes
+            pass
+        for server, done in acts.items():
+            if isinstance(error := done.exception(), ConfigError):           # the one that this run started has ended
+                raise error
+            if error is not None:                # an odd answer is that server's failure, whatever it does to the code that reads it
+                alive[server] = error if isinstance(error, RuntimeError) else RuntimeError(f"weight sync failed in its phase '{phase}' at {self.control.urls[server]} ({error!r}).")
         self.phases[phase] += time.monotonic() - begun
 
     def _guard(self, alive: dict[int, Exception | None], phase: str, act: Callable[[], None]) -> None:
@@ -231,6 +268,8 @@ class WeightSync:
             url = self.control.urls[server]
             if error is not None and self.in_use[server] and len(alive) > 1:
                 print(f"out of use: {error}", flush=True)
+            if error is not None and not self.in_use[server] and server in self.tried:
+                self.resting[server] = time.monotonic() + REST_SECONDS, error
             if error is None and not self.in_use[server]:
                 print(f"the server at {url} is back, with the weights of version {version}", flush=True)
             if self.shared:
@@ -244,8 +283,8 @@ class WeightSync:
 
     def _agree(self, alive: dict[int, Exception | None]) -> None:
         """All ranks go on, or all raise what rank 0 saw."""
-        failed = next(iter(alive.values())) if alive and None not in alive.values() else None
-        words = [failed and f"{failed} The server keeps its state and may be paused: start the run again, or the server if that fails too."]
+        failed = alive[min(alive, key=lambda server: not self.in_use[server])] if alive and None not in alive.values() else None       # a server long out of use explains nothing
+        words = [failed and f"{str(failed).rstrip('.')}. The server keeps its state and may be paused: start the run again, or the server if that fails too."]
         dist.broadcast_object_list(words, src=0)
         if words[0]:
-            raise RuntimeError(words[0])
+            raise SyncFailed(words[0])

@@ -78,10 +78,11 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
         step, version, num_tokens, prompts_seen = astuple(counters)
         window.values.update(unlogged)
         if rank == 0:
-            feed, budget = make_feed(config, argv, window, server, progress)
+            feed, max_model_len = make_feed(config, argv, window, server, progress)
+            budget = config.token_budget or max_model_len
             logger = Logger(config, config.max_steps if config.max_steps > 0 else None, step)
             utilization = utilization_of(policy.lm, device, dtype, bool(config.tf32), world_size)
-        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server) if rank == 0 else ()))
+        sync = NoServer() if config.replay else make_sync(config, policy, dtype, *((feed.shared, feed.check_server, max_model_len) if rank == 0 else ()))
         prove = (lambda version, window: None) if config.replay else Proof(config, policy, sync, dtype).check
         sync.push(version, Window())                            # the server starts from the trainer's weights, not its checkpoint's
         prove(version, Window())
@@ -187,13 +188,13 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
 
 
 def make_feed(config: Config, argv: list[str], window: Window, server: Server | None, progress: Progress) -> tuple[RolloutFeed, int]:
-    """On rank 0: where samples come from, and the unique tokens of a row."""
+    """On rank 0: where samples come from, and how long one may be."""
     if config.replay:
         return ReplayFeed(config, window, progress), config.token_budget
     wait_for_server(config, server)
     max_model_len = min(check_server(config, url) for url in config.server_urls)
     feed = RolloutFeed(config, argv, max_model_len, window, server.check if server else lambda: None, progress)
-    return feed, config.token_budget or max_model_len
+    return feed, max_model_len
 
 
 def log_evaluations(feed: RolloutFeed, logger: Logger, step: int) -> None:
@@ -270,7 +271,7 @@ class StopRequest:
     under way; before that, and the second time, it stops the run at once, without saving. Other processes are stopped either way."""
 
     def __init__(self):
-        self.number, self.at, self.deferred, self.ignored = 0, 0.0, False, False
+        self.number, self.at, self.deferred, self.ignored, self.saves = 0, 0.0, False, False, True
 
     def asked(self) -> bool:
         return self.number != 0
@@ -283,7 +284,8 @@ class StopRequest:
         if not self.deferred or self.asked():
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.number, self.at = number, now
-        os.write(2, f"{signal.Signals(number).name}: saving and stopping after this step; once more stops at once\n".encode())     # print may be under way
+        saving = "saving and stopping" if self.saves else "stopping without saving (save_strategy=no)"
+        os.write(2, f"{signal.Signals(number).name}: {saving} after this step; once more stops at once\n".encode())     # print may be under way
 
 
 def main(argv: list[str]) -> None:
@@ -292,6 +294,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, stop)
     try:
         config = load_config(argv)
+        stop.saves = config.save_strategy != "no"
         rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
         device = torch.device(device_type(config), *([local_rank] if device_type(config) == "cuda" else []))
         if device.type == "cuda":
@@ -317,7 +320,7 @@ def main(argv: list[str]) -> None:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(130)
     except SystemExit:
-        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + "; resume_from_checkpoint=True goes on", file=sys.stderr, flush=True)
+        print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + ("; resume_from_checkpoint=True goes on" if stop.saves else ""), file=sys.stderr, flush=True)
         raise
 
 

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlparse
 
 import torch
@@ -16,6 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from config import Config, ConfigError
 from model import Policy
+from serve import aside
 from vllm_worker import open_group
 from weights import announced, gathered, pieces
 
@@ -41,7 +41,8 @@ class Staging:
     """Gathers the policy into buffers, chunk by chunk; every rank gathers, rank 0 fills."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype, limit: int, align: int, make_buffers: Callable[[int], list[Tensor]]):
-        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu")
+        # Chunks are planned once, and what another run trained must not stay under merged adapters: with them the whole text model goes each time.
+        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu", text=bool(policy.peft_config))
         per_unit = [announced(self.lm, [unit]) for unit in self.units]
         self.unit_sizes = [len(tensors) for tensors in per_unit]
         self.chunks, self.bytes = cut([tensor for unit in per_unit for tensor in unit], limit, align)
@@ -93,7 +94,6 @@ class Nccl:
         self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
         self.chunks = len(self.staging.chunks)
         self.groups, self.stateful, self.streams, self.updates, self.sent = {}, {}, {}, {}, [{}, {}]        # by server; `sent`: events of each buffer
-        self.threads = ThreadPoolExecutor(len(control.urls), "update_weights")
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
         tensors = self.staging.gather(chunk)
@@ -109,10 +109,12 @@ class Nccl:
 
     def begin(self, server: int) -> None:
         """Open the group at the first sync, announce what comes, and let the server wait for it in a thread."""
+        if not self.control.patience[server]:
+            self._forget(server)                 # it was out of use, and may have been started anew
         if server not in self.groups:
             self._connect(server)
         path, body = ("/collective_rpc", dict(method="receive_weights")) if self.by_plan else ("/update_weights", dict(update_info=self._announce(server)))
-        self.updates[server] = self.threads.submit(self.control.post, server, "update", path, body)
+        self.updates[server] = aside(self.control.post, server, "update", path, body, once=True)
 
     def _announce(self, server: int) -> dict:
         if not self.control.try_once(server, "/start_weight_update", dict(is_checkpoint_format=True)):
@@ -168,8 +170,7 @@ class Nccl:
     def _forget(self, server: int) -> None:
         """A group that stopped half way through a collective is of no use: the next sync opens another."""
         group = self.groups.pop(server, None)
-        if hasattr(group, "destroy"):
-            group.destroy()                      # aborts what is still enqueued, of which the stream would wait for ever
+        group.destroy() if hasattr(group, "destroy") else None       # aborts what is still enqueued, of which the stream would wait for ever
         self.streams.pop(server, None)
         for events in self.sent:
             events.pop(server, None)
@@ -205,7 +206,7 @@ class Nccl:
             path, body = "/init_weight_transfer_engine", dict(init_info=info | (self._packing() if self.stateful[server] else {}))
         thread = threading.Thread(target=lambda: opened.update(group=open_group(address, port, 0, world, self.device)), daemon=True, name="group")
         thread.start()
-        self.control.post(server, "connection", path, body)
+        self.control.post(server, "connection", path, body, once=True)
         thread.join(60)
         if "group" not in opened:
             raise RuntimeError(f"weight sync failed in its phase 'connection' at {self.control.urls[server]} (no NCCL group with it at {address}:{port}).")
@@ -215,8 +216,9 @@ class Nccl:
 
 def own_address(url: str) -> str:
     """The address under which the machine of `url` reaches this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((urlparse(url).hostname, 9))               # sends nothing
+    family, kind, _, _, address = min(socket.getaddrinfo(urlparse(url).hostname, 9, type=socket.SOCK_DGRAM), key=lambda found: found[0] != socket.AF_INET)
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)                                   # sends nothing
         return probe.getsockname()[0]
 
 

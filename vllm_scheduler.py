@@ -30,7 +30,8 @@ class PackedLogprobs:
     def add_request(self, request) -> None:
         params = request.sampling_params
         wanted = (params.extra_args or {}).get(FIELD) if params else None
-        if type(wanted) is int and 0 <= wanted <= self.vllm_config.model_config.max_logprobs and params.num_logprobs is None:
+        most = self.vllm_config.model_config.max_logprobs    # -1: no limit
+        if type(wanted) is int and 0 <= wanted and (wanted <= most or most == -1) and params.num_logprobs is None:
             params.logprobs = wanted                         # here only: the API process has its own copy, and prepares for none
             late = HOLDS and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.detokenize and not params.stop       # nobody looks at its tokens before its end
             self.held.setdefault(request.request_id, Held(wanted, [], [] if late else None))

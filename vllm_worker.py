@@ -170,6 +170,8 @@ def storage(tensor: Tensor) -> int:
 
 def trace_copies(model, tensors: list[tuple[str, Tensor]]) -> tuple[list[tuple[Tensor, Tensor]], str | None]:
     """([(slice of a parameter, slice of what was sent), …], None), or why later syncs cannot be copies. What no loader takes, vLLM ignores too."""
+    if any(hasattr(module, name) for module in model.modules() for name in ("kv_lora_rank", "W_UK_T", "W_UV")):
+        return [], "vLLM makes tensors of the weights after loading that no parameter shows (multi-head latent attention)"
     live, given = ({storage(tensor) for tensor in some if tensor.numel()} for some in ([*model.parameters(), *model.buffers()], [tensor for _, tensor in tensors]))
     with Recorder(live) as seen:
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from adapters import base_name, full, merged
-from model import Policy
+from model import Policy, outside_text
 
 
 @dataclass
@@ -28,15 +28,15 @@ class Piece:
         return merged(self.layer, self.dtype) if self.layer is not None else full(self.tensor.detach().to(self.dtype))
 
 
-def pieces(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False) -> list[list[Piece]]:
-    """What is trained, or with `frozen` everything, in the model's order, a list for each decoder layer and for what lies between. Tied ones once, or by `every_name`.
+def pieces(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False, text: bool = False) -> list[list[Piece]]:
+    """What is trained, with `text` the whole text model, or with `frozen` everything, in the model's order, a list for each decoder layer and for what lies between. Tied ones once, or by `every_name`.
 
     Parameters go in `dtype`, persistent buffers as they are. What shares a decoder layer's block with something trained goes too:
     the server fuses q, k and v into one tensor, gate and up into another, and cannot load part of one.
     """
     lm = policy.lm
     adapted = {layer.get_base_layer().weight: layer for layer in lm.modules() if hasattr(layer, "lora_A")}
-    moving = {p for p in lm.parameters() if p.requires_grad} | adapted.keys()
+    moving = {p for p in lm.parameters() if p.requires_grad} | adapted.keys() | (set(lm.parameters()) - outside_text(lm) if text else set())
     blocks = {block_of(base_name(name)) for name, p in lm.named_parameters() if p in moving and base_name(name)} - {None}
     persistent, wanted = lm.state_dict().keys(), set((lm if frozen else lm.get_decoder()).buffers())
     found, before = [], None

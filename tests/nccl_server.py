@@ -64,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.reply(200, {"/get_world_size": dict(world_size=1), "/version": dict(version=sys.argv[2]), "/calls": STATE["calls"]}.get(self.path, {}))
+        self.reply(200, {"/get_world_size": dict(world_size=1), "/version": dict(version=sys.argv[2]), "/calls": STATE["calls"], "/server_info": dict(vllm_config={}),
+                         "/weight_info": dict(weight_version=None)}.get(self.path.partition("?")[0], {}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")

@@ -162,6 +162,22 @@ def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():
     assert not check_adapter_server(config, 3, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
 
 
+def test_a_server_of_several_api_processes_is_told_to_be_one_because_each_registers_adapters_on_its_own():
+    server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1, _api_process_count=8))
+    with pytest.raises(ConfigError, match="http://x has 8 API processes.*: restart it with --api-server-count 1"):
+        check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
+    server["parallel_config"]["_api_process_count"] = 1
+    assert check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
+
+
+def test_adapters_are_not_put_over_the_weights_of_another_run_but_over_a_checkpoints_and_after_other_adapters():
+    server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1))
+    assert all(check_adapter_server(peft.LoraConfig(), 4, "http://x", server, said) for said in (None, "default", "adapters"))
+    with pytest.raises(ConfigError, match="http://x has the weights of another run under the adapters .*'300'.*: start it again"):
+        check_adapter_server(peft.LoraConfig(), 4, "http://x", server, "300")
+    assert not check_adapter_server(peft.LoraConfig(), 4, "http://x", server | dict(lora_config=None), "300"), "merged weights cover the whole model"
+
+
 def test_ranks_are_rounded_up_to_those_vllm_has_buffers_for():
     assert [served_rank(rank) for rank in (1, 2, 8, 9, 33, 257, 512)] == [1, 8, 8, 16, 64, 320, 512]
     with pytest.raises(ConfigError, match="at most 512"):
@@ -181,6 +197,38 @@ class LoraServer:
             assert (tmp := body["lora_path"]) and json.loads(open(f"{tmp}/adapter_config.json").read())
             self.loaded.add(body["lora_name"])
         self.most = max(self.most, len(self.loaded))
+
+
+def test_an_adapter_whose_loading_was_asked_for_twice_is_loaded(tmp_path, group):
+    """The reply to the first request was lost on its way; a name that is refused for another reason ends the sync."""
+    shared, words = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0], restored=[0]), "The lora adapter 'policy-v0' has already been loaded."
+
+    def post(server, phase, path, body=None, optional=False, within=None):
+        if path == "/v1/load_lora_adapter":
+            raise RuntimeError(f"weight sync failed in its phase 'load of the adapter' at http://x (400: {words})")
+    control = SimpleNamespace(urls=["http://x"], post=post, retries=0, patience=[0])
+    sync = WeightSync(Adapters(tiny_config(output_dir=str(tmp_path)), tiny_lora(), torch.float32, control, shared), control, shared)
+    sync.push(0, Window())
+    assert sync.current == [0] and sync.transport.loaded == [{0}]
+    words = "no adapter found"
+    with pytest.raises(RuntimeError, match="no adapter found"):
+        sync.push(1, Window())
+
+
+def test_a_server_that_is_dead_for_good_keeps_no_adapters_on_the_disk(tmp_path, group):
+    policy, healthy = tiny_lora(), LoraServer()
+    shared = SimpleNamespace(adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER), lost=[0, 0], restored=[0, 0])
+
+    def post(server, *args, **how):
+        if server == 1 and shared.lost[1]:
+            raise RuntimeError("it cannot be reached")
+        healthy.post(server, *args, **how)
+    control = SimpleNamespace(urls=["http://a", "http://127.0.0.1:9"], post=post, retries=0, patience=[0, 0])
+    sync = WeightSync(Adapters(tiny_config(output_dir=str(tmp_path), max_staleness=2), policy, torch.float32, control, shared), control, shared)
+    for version in range(20):
+        shared.lost[1] = int(version >= 5)
+        sync.push(version, Window())
+    assert {folder.name for folder in (tmp_path / ".vllm_lora").iterdir()} == {adapter_name(v) for v in range(16, 20)} and sync.current == [0]
 
 
 def test_no_request_ever_names_an_adapter_that_is_not_loaded_whatever_the_latencies(tmp_path, group):

@@ -24,7 +24,7 @@ def group():
 class Servers:
     """Two servers, each with a copy of the policy; stands in for a sync and its control."""
 
-    urls, names_adapters = ["http://a", "http://b"], False
+    urls, names_adapters, whole = ["http://a", "http://b"], False, False
 
     def __init__(self, policy, token_endpoint=True, tells=True):
         self.policy, self.token_endpoint, self.tells, self.control, self.current, self.asked = policy, token_endpoint, tells, self, [0, 1], []
@@ -88,9 +88,13 @@ def test_it_is_due_after_the_first_two_syncs_and_then_at_every_so_many():
         sync.push(version)
         proof.check(version, Window())
     assert len(sync.asked) == 2 * 5 and sorted(proof.scores) == [0, 1, 9, 10, 19, 20, 29, 30]
-    policy, sync, proof = made(every=0)
-    proof.check(0, Window())
-    assert not sync.asked
+    for every, asked in ((0, 0), (10, 2)):
+        policy, sync, proof = made(every=every)
+        sync.push(0)
+        proof.checks, sync.whole = 2, True
+        sync.push(33)
+        proof.check(33, Window())
+        assert len(sync.asked) == asked, "one that was taken back may be another by now"
 
 
 def test_one_server_of_two_that_kept_the_version_before_is_named_with_that_version():
@@ -166,8 +170,12 @@ def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops
     with pytest.raises(RuntimeError, match="did not answer"):
         proof.check(1, Window())
 
+    asked = []
+
     def ended():
-        raise ConfigError("the end of its log")
+        asked.append(1)
+        if len(asked) == 3:
+            raise ConfigError("the end of its log")
     sync.check_server = ended
     with pytest.raises(ConfigError, match="the end of its log"):
         proof.check(2, Window())

@@ -139,6 +139,18 @@ def test_a_signal_saves_and_stops_after_the_step_and_the_resumed_run_is_the_unki
     assert logged(tmp_path) == unkilled.metrics
 
 
+def test_a_signal_promises_neither_saving_nor_resuming_where_nothing_is_saved(config_path, tmp_path, monkeypatch, capfd):
+    def forward_backward(*args, plain=train.forward_backward):
+        signal.raise_signal(signal.SIGTERM)
+        return plain(*args)
+    monkeypatch.setattr(train, "forward_backward", forward_backward)
+    with pytest.raises(SystemExit):
+        start(config_path, tmp_path, "save_strategy=no")
+    said = capfd.readouterr().err
+    assert "SIGTERM: stopping without saving (save_strategy=no) after this step" in said and "stopped by a signal" in said and "resume" not in said
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def test_the_second_signal_stops_at_once_as_does_one_before_the_first_step():
     stop = train.StopRequest()
     with pytest.raises(KeyboardInterrupt):

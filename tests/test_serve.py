@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,6 +14,7 @@ from peft import LoraConfig
 from config import ConfigError
 from flags import cpu_threads, server_command
 from serve import Server, check_server, wait_for_server
+from sync import Control
 
 
 def flags(config):
@@ -69,14 +71,14 @@ def test_serve_prints_the_command_it_would_run():
 class FakeVllm(BaseHTTPRequestHandler):
     model = dict(id="m", root="m", max_model_len=256)
     served = dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)
-    missing = ()
+    missing, pages = (), {}
 
     def do_GET(self):
         path = self.path.split("?")[0]
         body = {"/health": {}, "/v1/models": dict(data=[self.model]), "/server_info": dict(vllm_config=dict(model_config=self.served))}.get(path)
         self.send_response(404 if body is None or path in self.missing else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(self.pages.get(path) or json.dumps(body).encode())
 
     def log_message(self, *args):
         pass
@@ -103,6 +105,7 @@ def test_a_matching_server_gives_its_length(fake_vllm):
 
 @pytest.mark.parametrize("changes,words", [
     (dict(model=dict(id="other", root="other", max_model_len=256)), ("serves other", "config says m")),
+    (dict(model=dict(id="my-policy", root="m", max_model_len=256)), ("serves my-policy", "config says m")),
     (dict(model=dict(id="m", max_model_len=512)), ("max_model_len 512", "says 256")),
     (dict(served=FakeVllm.served | dict(dtype="torch.bfloat16")), ("dtype torch.bfloat16", "says torch.float32")),
     (dict(served=FakeVllm.served | dict(logprobs_mode="raw_logprobs")), ("logprobs_mode raw_logprobs", "says processed_logprobs")),
@@ -115,6 +118,32 @@ def test_a_server_that_serves_something_else_is_refused_with_both_values_and_wha
         config = fake_vllm(**changes)
         check_server(config, config.server_urls[0])
     assert all(word in str(caught.value) for word in (*words, "vllm_server_base_url" if "/v1/models" in changes.get("missing", ()) else "python serve.py"))
+
+
+def test_a_server_without_a_limit_on_logprobs_has_enough_of_them(fake_vllm):
+    config = fake_vllm(served=FakeVllm.served | dict(max_logprobs=-1))
+    assert check_server(config, config.server_urls[0]) == 256
+
+
+@pytest.mark.parametrize("path,words", [("/v1/models", "is not a vLLM server (GET /v1/models answered '<html>starting</html>')"), ("/server_info", "does not offer /server_info (it answered '<html>starting</html>')")])
+def test_a_page_in_place_of_json_is_a_sentence_and_no_traceback(fake_vllm, path, words):
+    with pytest.raises(ConfigError) as caught:
+        config = fake_vllm(pages={path: b"<html>starting</html>"})
+        check_server(config, config.server_urls[0])
+    assert words in str(caught.value)
+
+
+def test_a_server_that_could_return_candidate_sets_but_was_not_told_to_is_refused_where_they_are_needed(fake_vllm, monkeypatch):
+    """vLLM refuses the flag on a CPU, and an older one does not know it: there a warning comes with the first reply."""
+    config = replace(fake_vllm(served=FakeVllm.served | dict(return_sampling_mask=False)), top_k=5)
+    assert check_server(config, config.server_urls[0]) == 256
+    monkeypatch.setattr("serve.device_type", lambda config: "cuda")
+    with pytest.raises(ConfigError, match="without --return-sampling-mask, which top_k, top_p and min_p need: restart it with"):
+        check_server(config, config.server_urls[0])
+    assert check_server(replace(config, top_k=0), config.server_urls[0]) == 256
+    known = replace(config, vllm_server_base_url=fake_vllm(served=FakeVllm.served | dict(return_sampling_mask=True)).server_urls[0])
+    older = replace(config, vllm_server_base_url=fake_vllm().server_urls[0])
+    assert check_server(known, known.server_urls[0]) == check_server(older, older.server_urls[0]) == 256
 
 
 def test_a_server_that_never_answers_ends_the_wait_in_a_sentence(capsys):
@@ -146,8 +175,16 @@ def test_a_server_owned_by_a_worker_of_torchrun_makes_its_own_process_group(tmp_
     assert server.process.wait(60) == 0, server.log.read_text()
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_the_servers(fake_vllm, monkeypatch):
+    """The rollouts' requests ignore it too."""
+    config = fake_vllm()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert check_server(config, config.server_urls[0]) == 256 and Control(config.server_urls, 60.0, lambda: None).reply(0, "/health").status_code == 200
+
+
 def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):
-    from dataclasses import replace
     with pytest.raises(ConfigError, match="something already answers"):
         Server(replace(fake_vllm(), output_dir=str(tmp_path)))
 

@@ -316,12 +316,12 @@ class SimulatedLoop(AsyncRolloutLoop):
         self.versions, self.reward_of = {}, {}                       # serial -> version when the sample's first token was asked for; reward
         self.most_running, self.most_groups, self.held_back, self.failed = 0, 0, 0, 0
 
-    async def _get(self, server, path):
-        """/metrics, as vLLM writes it; None where the server has none."""
+    async def _get(self, server, path, absent=None):
+        """/metrics, as vLLM writes it; `absent` where the server has none."""
         capacity, running = self.simulation.setting.server_capacity, self.cap.running
         load = dict(kv_cache_usage_perc=min(running / capacity, 1.0), num_requests_running=min(running, capacity),
                     num_requests_waiting=max(running - capacity, 0), num_preemptions_total=0) if capacity else {}
-        text = f'vllm:cache_config_info{{kv_cache_size_tokens="{capacity * self.max_model_len}"}} 1.0\n' if capacity else None
+        text = f'vllm:cache_config_info{{kv_cache_size_tokens="{capacity * self.max_model_len}"}} 1.0\n' if capacity else absent
         return text and text + "".join(f"vllm:{name} {value}\n" for name, value in load.items())
 
     @property
@@ -611,9 +611,9 @@ class Unreadable(SimulatedLoop):
 
     loads = 0
 
-    async def _get(self, server, path):
+    async def _get(self, server, path, absent=None):
         self.loads += 1
-        return await super()._get(server, path) if self.loads == 1 else None
+        return await super()._get(server, path, absent) if self.loads == 1 else None
 
 
 def test_a_load_that_cannot_be_read_for_a_while_does_not_lift_the_cap():

@@ -1,8 +1,10 @@
 """Weights to the server, in the right order, bit for bit, or an error that names the phase; and a run against a server that records."""
 import asyncio
 import json
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from conftest import ROOT, tiny_config, tiny_lm, tiny_moe
+from conftest import ROOT, tiny_config, tiny_lm, tiny_lora, tiny_moe
 from fake_server import FakeServer, by_seed
 from resume_worker import run as run_here
 from safetensors.torch import load_file
 
-import sync
+import sync as sync_module
 import train
 import transport
 from config import ConfigError
@@ -29,9 +31,9 @@ from weights import gathered_weights
 class FakeVllm(FakeServer):
     """The endpoints that training needs; `calls` in order, weights as they lay on disk when told to reload, `failing` paths answer 500."""
 
-    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model="", length=128, hanging=()):
+    def __init__(self, answer=by_seed, failing=(), missing=(), keep=True, model="", length=128, hanging=(), served=dict()):
         super().__init__(answer)
-        self.model, self.length = model, length
+        self.model, self.length, self.served = model, length, served
         self.calls, self.received, self.failing, self.missing, self.keep, self.hanging = [], [], failing, missing, keep, hanging
 
     async def _generate(self, request):
@@ -60,7 +62,7 @@ class FakeVllm(FakeServer):
         app.router.add_get("/metrics", self._get)
         for path in ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"):
             app.router.add_post(path, self._control)
-        info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20)))
+        info = dict(vllm_config=dict(model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20) | self.served))
         for path, body in {"/health": {}, "/v1/models": dict(data=[dict(id=self.model, root=None, max_model_len=self.length)]), "/server_info": info}.items():
             async def answer(request, body=body):
                 return web.json_response(body)
@@ -133,7 +135,7 @@ def test_a_failing_phase_is_an_error_that_names_it_and_the_servers_words(tmp_pat
 
 def test_a_server_that_does_not_pause_in_time_ends_the_sync_long_before_the_servers_timeout(tmp_path, group, monkeypatch):
     """One that waits in the broadcast of a killed trainer answers /health as ever."""
-    monkeypatch.setattr(sync, "ENGINE_SECONDS", 0.3)
+    monkeypatch.setattr(sync_module, "ENGINE_SECONDS", 0.3)
     with FakeVllm(hanging=("/pause", "/resume")) as server:
         weights = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
         started = time.monotonic()
@@ -152,6 +154,82 @@ def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, gr
     with FakeVllm(missing=("/update_weight_version",)) as server:
         make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32).push(7, Window())
         assert server.calls == ORDER[:3] + ["/update_weight_version:7".split(":")[0], "/resume"]
+
+
+def test_merged_adapters_go_with_the_whole_model_at_first_and_to_a_server_that_is_back_and_else_with_what_changes(tmp_path, group):
+    """Another run may have trained on the same server what this one leaves frozen; in bf16 its leftovers passed the proof of sync."""
+    policy, shared, everything = tiny_lora(target_modules=["q_proj"]), SimpleNamespace(lost=[0, 0], restored=[0, 0]), tiny_lm().state_dict().keys()
+    with FakeVllm() as a, FakeVllm(model="tiny") as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url]), policy, torch.float32, shared)
+        for version in range(4):
+            shared.lost[1] += version == 2
+            sync.push(version, Window())
+        whole = [received.keys() == everything for received in a.received]
+        assert whole == [True, False, True, False] and len(b.received) == 4 and torch.equal(a.received[0]["model.embed_tokens.weight"], tiny_lm().model.embed_tokens.weight)
+        assert {name.split(".")[-2] for name in a.received[1]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("other,words", [(dict(served=dict(logprobs_mode="raw_logprobs")), "logprobs_mode raw_logprobs"), (dict(length=64), "max_model_len 64, the run needs 128"),
+                                         (dict(model="other"), "serves other")])
+def test_a_server_that_is_back_as_another_stays_out_and_one_that_fits_is_taken_back_and_due_for_a_proof(tmp_path, group, capsys, other, words):
+    shared = SimpleNamespace(lost=[0, 0], restored=[0, 0])
+    with FakeVllm(keep=False) as a, FakeVllm(**dict(keep=False, model="tiny") | other) as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url]), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared, max_model_len=128)
+        for version in range(3):
+            shared.lost[1] += version == 1
+            sync.push(version, Window())
+            assert sync.current == ([0, 1] if version == 0 else [0])
+        said = capsys.readouterr().out
+        assert f"still out of use: the server at {b.url}" in said and words in said and len(b.calls) == 5 and said.count("still") == 1, "asked again after REST_SECONDS"
+    with FakeVllm(keep=False) as a, FakeVllm(keep=False, model="tiny") as b:
+        sync.control.urls, sync.resting, sync.check_back = [a.url, b.url], {}, lambda server: None
+        sync.push(3, Window())
+        assert sync.current == [0, 1] and sync.whole
+        sync.push(4, Window())
+        assert not sync.whole
+
+
+@pytest.mark.parametrize("full,words", [(False, "phase 'reload' at .*no memory left"), (True, r"phase 'writing' .*No space left on device\)\. The server")])
+def test_with_one_server_long_dead_the_runs_end_names_what_befell_the_other(tmp_path, group, monkeypatch, full, words):
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+    shared = SimpleNamespace(lost=[1, 0], restored=[0, 0])
+    with FakeVllm(keep=False, failing=() if full else ("/collective_rpc",)) as server:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=["http://127.0.0.1:9", server.url]), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+        monkeypatch.setattr(sync_module, "write_weights", no_space) if full else None
+        with pytest.raises(RuntimeError, match=words):
+            sync.push(1, Window())
+
+
+def test_a_signal_that_stops_the_run_at_once_does_so_during_a_sync(tmp_path, group):
+    """The threads that talk to the servers were once waited for, up to vllm_server_timeout."""
+    def stop(number, frame):
+        raise KeyboardInterrupt
+    with FakeVllm(keep=False, hanging=("/collective_rpc",)) as server:
+        sync, before, started = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32), signal.signal(signal.SIGALRM, stop), time.monotonic()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push(1, Window())
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert time.monotonic() - started < 20 and "/collective_rpc" in server.calls and all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+def test_a_hung_server_out_of_use_costs_one_sync_its_pause_and_the_next_ones_nothing(tmp_path, group, monkeypatch):
+    shared = SimpleNamespace(lost=[0, 1], restored=[0, 0])
+    with FakeVllm(keep=False, model="tiny") as a, FakeVllm(keep=False, model="tiny", hanging=("/pause",)) as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url], vllm_server_timeout=0.3), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+        for version in range(3):
+            sync.push(version, Window())
+        assert sync.current == [0] and b.calls.count("/pause?mode=keep") == 1
+        monkeypatch.setattr(sync_module, "REST_SECONDS", 0.0)
+        sync.resting.clear()
+        sync.push(3, Window())
+        assert b.calls.count("/pause?mode=keep") == 2
+        sync.resting[1], shared.lost[0] = (time.monotonic() + 1000, RuntimeError("hung")), 1
+        sync.push(4, Window())
+        assert b.calls.count("/pause?mode=keep") == 3 and sync.current == [0], "where none is in use all are asked"
 
 
 CONFIG = """
@@ -261,4 +339,5 @@ def test_under_a_budget_below_the_prompt_every_sample_is_dropped_with_a_warning_
 def test_a_sync_that_fails_ends_the_run_and_says_so(tmp_path, tiny_folder):
     with FakeVllm(keep=False, failing=("/collective_rpc",), model=tiny_folder) as server:
         done, steps = run(tmp_path, server)
-        assert done.returncode != 0 and "phase 'reload'" in done.stderr and not steps and "generate" not in server.calls
+        assert done.returncode == 2 and "phase 'reload'" in done.stderr and not steps and "generate" not in server.calls
+        assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: weight sync failed")

@@ -207,6 +207,7 @@ def test_an_untied_model_arrives_by_disk(tmp_path, untied_folder, servers):
         assert distance(proof, version) < 1e-4
     assert abs(proof.scores[1] - proof.scores[0]).mean() > 0.01
     requests.post(UNTIED + "/collective_rpc", json=dict(method="reload_weights", kwargs=dict(weights_path=untied_folder)), timeout=300)
+    requests.post(UNTIED + "/update_weight_version", json=dict(new_version="default"), timeout=300)
 
 
 def test_a_server_takes_each_version_of_the_adapters_and_keeps_as_many_as_requests_may_name(tmp_path, untied_folder, servers):

@@ -1,23 +1,25 @@
 """Weights through memory: what a server process receives over a group, bit for bit, for both of vLLM's interfaces; and the buffer on one machine."""
+import socket
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 import torch.distributed as dist
-from conftest import tiny_config, tiny_lm, tiny_moe, until
+from conftest import tiny_config, tiny_lm, tiny_lora, tiny_moe, until
 
 import transport
 from config import ConfigError
 from metrics import Window
 from model import Policy
 from sync import Control, make_sync
-from transport import Ipc, Nccl, check_fits, cut
+from transport import Ipc, Nccl, check_fits, cut, own_address
 from weights import gathered_weights
 
 PORTS = {"0.26.0": 8310, "0.32.0": 8311}
@@ -139,6 +141,105 @@ def test_two_servers_have_a_group_each_and_one_that_fails_takes_no_other_with_it
     sync.push(21, Window())
     assert sync.current == [1] and not (servers["0.26.0"][1] / "21.pt").exists()
     assert torch.equal(torch.load(servers["0.32.0"][1] / "21.pt")["model.norm.weight"], policy.lm.model.norm.weight.to(torch.bfloat16))
+
+
+def test_merged_adapters_go_with_the_whole_text_model_through_memory(monkeypatch, tmp_path, group, servers):
+    """The chunks are planned once, and what another run trained on the same server must not stay."""
+    url, folder = servers["0.32.0"]
+    sync = synced(monkeypatch, tmp_path, tiny_lora(target_modules=["q_proj"]), url)
+    for version in (30, 31):
+        sync.push(version, Window())
+        received = torch.load(folder / f"{version}.pt")
+        assert received.keys() == tiny_lm().state_dict().keys() and torch.equal(received["model.norm.weight"], tiny_lm().model.norm.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("cut", ["attach_weights", "receive_weights"])
+def test_what_waits_for_the_trainer_is_not_asked_for_twice_when_its_reply_is_lost(monkeypatch, tmp_path, group, cut):
+    """A second such request would wait in a broadcast that nobody sends, until vllm_server_timeout."""
+    asked = []
+
+    def post(url, json=None, **how):
+        asked.append((json or {}).get("method", url))
+        if asked[-1] == cut:
+            raise requests.ConnectionError("the connection was cut")
+        return SimpleNamespace(status_code=200, text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    monkeypatch.setattr("sync.ask", lambda method, url, **how: post(url, **how))
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url="http://127.0.0.1:9", weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+    with pytest.raises(RuntimeError, match=f"phase '{'connection' if cut == 'attach_weights' else 'update'}' at http://127.0.0.1:9 .it cannot be reached"):
+        sync.push(0, Window())
+    assert asked.count(cut) == 1
+
+
+def test_an_odd_answer_is_that_servers_failure_and_leaves_no_healthy_one_paused(monkeypatch, tmp_path, group):
+    """503 without a world size once ended the run in a traceback, the other server paused."""
+    asked = []
+
+    def ask(method, url, json=None, **how):
+        asked.append(url)
+        busy = url.startswith("http://127.0.0.2") and url.endswith("/get_world_size")
+        return SimpleNamespace(status_code=503 if busy else 200, text='{"takes_weights":true}', json=lambda: dict(error="busy") if busy else dict(world_size=1))
+    monkeypatch.setattr("sync.ask", ask)
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    urls = ["http://127.0.0.1:9", "http://127.0.0.2:9"]
+    sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+    sync.push(0, Window())
+    assert sync.current == [0] and "http://127.0.0.1:9/resume" in asked and "http://127.0.0.2:9/resume" not in asked
+
+
+def test_a_server_that_is_back_gets_a_group_of_its_own_anew_at_once(monkeypatch, tmp_path, group):
+    """One that was started anew knows nothing of the old one, and after a vain attempt it is not asked again for a while."""
+    asked, shared = [], SimpleNamespace(lost=[0, 0], restored=[0, 0])
+
+    def ask(method, url, json=None, **how):
+        asked.append((url[:16], (json or {}).get("method")))
+        return SimpleNamespace(status_code=200, text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    monkeypatch.setattr("sync.ask", ask)
+    monkeypatch.setattr("sync.answers", lambda url: True)
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    config = tiny_config(output_dir=str(tmp_path), vllm_server_base_url=["http://127.0.0.1:9", "http://127.0.0.2:9"], weight_sync_backend="nccl")
+    sync = make_sync(config, Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+    sync.check_back = lambda server: None
+    for version in range(4):
+        shared.lost[1] += version == 2
+        sync.push(version, Window())
+    assert sync.current == [0, 1] and [asked.count((url, "attach_weights")) for url in ("http://127.0.0.1", "http://127.0.0.2")] == [1, 2]
+
+
+def test_the_own_address_is_one_of_the_family_that_the_servers_is_and_ipv4_where_it_has_both(monkeypatch):
+    assert own_address("http://127.0.0.1:8000") == own_address("http://localhost:8000") == "127.0.0.1"
+    found, sockets = [(socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0))], []
+
+    class Probe:
+        def __init__(self, family, kind):
+            sockets.append(family)
+
+        __enter__, __exit__ = lambda self: self, lambda self, *error: None
+
+        def connect(self, address):
+            self.address = address
+
+        def getsockname(self):
+            return self.address
+    monkeypatch.setattr(transport.socket, "getaddrinfo", lambda *args, **how: found)
+    monkeypatch.setattr(transport.socket, "socket", Probe)
+    assert own_address("http://[::1]:8000") == "::1" and sockets == [socket.AF_INET6]
+
+
+def test_after_an_error_between_chunks_nothing_keeps_the_process_from_its_end(monkeypatch, tmp_path, group):
+    """The server waits in the next broadcast, and its reply is waited for in a thread that once outlived the run by vllm_server_timeout."""
+    monkeypatch.setattr(transport, "open_group", lambda *args: SimpleNamespace(broadcast=lambda *args, **how: None))
+    monkeypatch.setattr(Nccl, "limit", 3000)
+    ended, reply = threading.Event(), SimpleNamespace(text='{"takes_weights":true}', json=lambda: dict(world_size=1))
+    control = SimpleNamespace(urls=["http://127.0.0.1:9"], timeout=60.0, reply=lambda *args, **how: reply, patience=[1.0],
+                              post=lambda server, phase, *args, **how: ended.wait(60) if phase == "update" else "")
+    before, nccl = set(threading.enumerate()), Nccl(tiny_config(output_dir=str(tmp_path)), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, control)
+    nccl.stage(0, 1)()
+    nccl.begin(0)
+    nccl.send(0, 0)
+    waiting = [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
+    assert waiting and nccl.chunks > 1 and all(thread.daemon for thread in waiting)
+    ended.set()
 
 
 def test_chunks_are_cut_where_vllm_cuts_and_aligned_where_asked():

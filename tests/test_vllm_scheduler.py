@@ -264,6 +264,12 @@ def test_a_request_for_nonsense_is_served_as_if_it_had_not_asked(wanted, logprob
     assert params.logprobs == logprobs and engine.turn("a") is None, "the client takes a reply without log-probs for none"
 
 
+def test_a_server_without_a_limit_on_logprobs_packs_any_number():
+    engine = Engine()
+    engine.scheduler.vllm_config.model_config.max_logprobs = -1
+    assert engine.add("a", 21).logprobs == 21 and engine.add("b", -1).logprobs is None
+
+
 def test_a_request_for_both_gets_what_vllm_itself_knows():
     engine = Engine()
     params = engine.add("a", 3, left=1, logprobs=5)

@@ -81,6 +81,17 @@ def test_a_model_that_does_not_hold_what_was_sent_is_not_trusted_to_a_plan():
     assert "fill_" in trace_copies(model, layout)[1]
 
 
+@pytest.mark.parametrize("name", ["kv_lora_rank", "W_UK_T", "W_UV"])
+def test_a_model_that_computes_with_what_was_derived_from_its_weights_is_not_trusted_to_a_plan(name):
+    """Latent attention multiplies kv_b_proj in once after loading: copied into, the parameter is new and what the forward uses is old."""
+    model, (_, layout) = nn.Sequential(Fused()), sent("q", "k", "v")
+    model.load_weights = model[0].load_weights
+    model.load_weights(layout)
+    assert trace_copies(model, layout)[1] is None
+    setattr(model[0], name, torch.zeros(2))
+    assert "latent attention" in trace_copies(model, layout)[1]
+
+
 def worker_of(model, buffer, chunks, reloads):
     """One as vLLM makes it, whose own reload is the model's."""
     worker = CopyPlan()
