@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 
 import aiohttp
@@ -17,6 +17,7 @@ from tools import TurnRecord
 
 RETRY_SECONDS = 25.0     # how long requests are retried while a server answers none
 ATTEMPTS = 20            # at one request, while it answers others
+PATIENCE_SECONDS = 30.0      # for the first reply of /metrics before rollouts start without
 POLL_SECONDS = 5.0       # between two looks at /metrics
 FINAL_ONLY = 2           # vLLM's RequestOutputKind: one output a request, not one a token
 route: ContextVar[list[int]] = ContextVar("route")       # the server of the group that this task belongs to, in a list of one
@@ -252,6 +253,11 @@ class LoadCap:
         elif usage < 0.6 and waiting == 0 and self.finished >= self.size:
             self.size, self.finished = min(math.ceil(self.size * 1.25), self.most), 0
             self.wake()
+
+    async def ready(self) -> None:
+        """Wait until it is known what fits; not for ever, because a server may not tell."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.known.wait(), PATIENCE_SECONDS)
 
     @asynccontextmanager
     async def place(self, left: Callable[[], None] = lambda: None):

@@ -218,7 +218,7 @@ class AsyncRolloutLoop:
                     self.scoring = asyncio.Semaphore(scorers)        # evaluation scores too
                     background = [tasks.create_task(work) for work in (
                         self.servers.watch(self.cap, self.max_model_len), evaluate_when_asked(self), *(self._score_forever() for _ in range(scorers)))]
-                    await self.cap.known.wait()              # before that, a small server would be flooded
+                    await self.cap.ready()                   # before that, a small server would be flooded
                     await self._generate_all(tasks)
                     await self.score_queue.join()
                     self._report([])

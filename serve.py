@@ -103,8 +103,8 @@ def wait_for_server(config: Config, server: Server | None) -> None:
         time.sleep(0.5)
 
 
-def told(url: str, path: str, key: str, **params):
-    """What the JSON of a GET has under `key`. Raises LookupError that says what came instead."""
+def told(url: str, path: str, key: str, otherwise: str, **params):
+    """What the JSON of a GET has under `key`. Raises ConfigError: `otherwise`, with {} for what came instead."""
     try:
         reply = ask("GET", url + path, params=params, timeout=60)
         if reply.status_code == 200:
@@ -114,27 +114,21 @@ def told(url: str, path: str, key: str, **params):
         instead = repr(reply.text[:100])
     except (requests.RequestException, LookupError, TypeError) as error:
         instead = repr(error)
-    raise LookupError(instead)
+    raise ConfigError(otherwise.format(instead))
 
 
 def check_server(config: Config, url: str) -> int:
     """The server's max_model_len. Raises ConfigError when it does not serve what the config says."""
-    try:
-        served = told(url, "/v1/models", "data")
-    except LookupError as instead:
-        raise ConfigError(f"{url} is not a vLLM server (GET /v1/models answered {instead}): correct vllm_server_base_url.") from None
+    served = told(url, "/v1/models", "data", f"{url} is not a vLLM server (GET /v1/models answered {{}}): correct vllm_server_base_url.")
     ours = [model for model in served if model["id"] == config.model]        # the name that requests use
     if not ours:
         raise ConfigError(f"the server at {url} serves {', '.join(m['id'] for m in served)}, the config says {config.model}: {RESTART}")
-    try:
-        info = told(url, "/server_info", "vllm_config", config_format="json")
-    except LookupError as instead:
-        raise ConfigError(f"the server at {url} does not offer /server_info (it answered {instead}), so its weights cannot be updated either: set VLLM_SERVER_DEV_MODE=1 and {RESTART}") from None
+    info = told(url, "/server_info", "vllm_config", f"the server at {url} does not offer /server_info (it answered {{}}), so its weights cannot be updated either: "
+                f"set VLLM_SERVER_DEV_MODE=1 and {RESTART}", config_format="json")
     found = info["model_config"] | dict(max_model_len=ours[0]["max_model_len"])
     wanted = dict(max_model_len=config.vllm_max_model_length or found["max_model_len"], dtype=compute_dtype(config, torch.device(device_type(config))), logprobs_mode="processed_logprobs")
-    if different := [name for name, value in wanted.items() if str(found[name]) != str(value)]:
-        says = ", ".join(f"{name} {found[name]}, the config says {wanted[name]}" for name in different)
-        raise ConfigError(f"the server at {url} has {says}: {RESTART}")
+    if different := ", ".join(f"{name} {found[name]}, the config says {value}" for name, value in wanted.items() if str(found[name]) != str(value)):
+        raise ConfigError(f"the server at {url} has {different}: {RESTART}")
     if -1 != found["max_logprobs"] <= config.num_sampler_logprobs:       # -1: no limit
         raise ConfigError(f"the server at {url} has max_logprobs {found['max_logprobs']}, num_sampler_logprobs={config.num_sampler_logprobs} needs one more: {RESTART}")
     if config.restricted_sampling and device_type(config) != "cpu" and found.get("return_sampling_mask") is False:        # an older one knows no such flag, and a CPU refuses it

@@ -549,6 +549,7 @@ def test_without_metrics_the_cap_is_the_option():
 def test_a_server_that_is_slow_to_tell_its_load_at_the_start_is_asked_again(monkeypatch):
     """One cut connection once ended load control: 512 rollouts where the cache holds 16."""
     monkeypatch.setattr(client, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.3)
 
     async def work():
         with FakeServer(metrics=METRICS.replace("0.5", "0.7")) as server:
@@ -556,11 +557,10 @@ def test_a_server_that_is_slow_to_tell_its_load_at_the_start_is_asked_again(monk
             server.down = True
             async with servers:
                 watching = asyncio.create_task(servers.watch(cap, 100))
-                await asyncio.sleep(0.3)
+                await cap.ready()            # not for ever
                 assert cap.limit == 512 and not watching.done()
                 server.down = False
-                while cap.limit == 512 and not watching.done():
-                    await asyncio.sleep(0.01)
+                await asyncio.wait_for(cap.known.wait(), 30)
                 watching.cancel()
             return cap.limit
     assert asyncio.run(asyncio.wait_for(work(), 60)) == 16
