@@ -166,12 +166,7 @@ def train(config: Config, argv: list[str], device: torch.device, rank: int, worl
             if rank == 0:
                 feed.shared.version.value = version
         if rank == 0 and config.eval_dataset is not None:
-            feed.await_evaluation()                             # one may be under way, even this step's
-            log_evaluations(feed, logger, step)
-            if feed.evaluated != step:
-                feed.evaluate(step)
-                feed.await_evaluation()
-                log_evaluations(feed, logger, step)
+            evaluate_last(feed, logger, step)
         if rank == 0 and "loss" in window.values:               # else all steps are logged: what came in since, while an evaluation ran, is of none
             logger.log(step, window.result())
         if rank == 0:
@@ -201,6 +196,16 @@ def log_evaluations(feed: RolloutFeed, logger: Logger, step: int) -> None:
     """Collect what the rollout process reported; an evaluation among it becomes a line as it arrives, whatever logging_steps is."""
     for evaluation in feed.collect_metrics():
         logger.log(step, evaluation)
+
+
+def evaluate_last(feed: RolloutFeed, logger: Logger, step: int) -> None:
+    """Await the evaluation under way, which may be this last step's; else evaluate it."""
+    feed.await_evaluation()
+    log_evaluations(feed, logger, step)
+    if feed.evaluated != step:
+        feed.evaluate(step)
+        feed.await_evaluation()
+        log_evaluations(feed, logger, step)
 
 
 def agreed(number: int) -> int:
