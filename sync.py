@@ -102,7 +102,7 @@ class Disk:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def stage(self, chunk: int, version: int) -> Callable[[], None]:
-        weights = gathered_weights(self.policy, self.dtype, frozen=self.whole, every_name=self.on_cpu)     # vLLM on a CPU keeps a copy of a tied head
+        weights = gathered_weights(self.policy, self.dtype, every_name=self.on_cpu, text=self.whole)     # vLLM on a CPU keeps a copy of a tied head
         return lambda: self._write(weights, version)
 
     def _write(self, weights: dict[str, Tensor], version: int) -> None:
@@ -157,7 +157,7 @@ class WeightSync:
         self.phases: dict[str, float] = {}       # seconds of the last push, by phase
         self.paused = 0.0                        # of it, from the pause until every server had resumed
         self.current: list[int] = []             # servers that have the weights of the last push
-        self.whole: bool | None = None           # the last push was the first, or to a server that is back: another run's weights may lie there, so what is frozen goes too
+        self.whole: bool | None = None           # the last push was the first, or to a server that is back: another run's weights may lie there, so what of the text model is frozen goes too
         self.resting: dict[int, tuple[float, Exception]] = {}        # servers out of use, until when they are not asked, and why
 
     def push(self, version: int, window: Window) -> None:

@@ -74,12 +74,12 @@ def gathered(lm: nn.Module, units: list[list[Piece]]) -> Iterator[dict[str, Tens
 
 
 @torch.no_grad()
-def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False, copy: bool = False) -> dict[str, Tensor]:
+def gathered_weights(policy: Policy, dtype: torch.dtype, frozen: bool = False, every_name: bool = False, text: bool = False, copy: bool = False) -> dict[str, Tensor]:
     """On rank 0 the full CPU tensors of `pieces`; else empty. A collective.
 
     The trainer's own weights keep their dtype and values, and nothing stays on the device; with `copy` no memory is theirs, on a CPU either.
     """
-    weights, units = {}, pieces(policy, dtype, frozen, every_name)
+    weights, units = {}, pieces(policy, dtype, frozen, every_name, text)
     for unit in gathered(policy.lm, units):
         weights |= {name: tensor.to("cpu", copy=copy or every_name) for name, tensor in unit.items()}        # a file has no tied tensors
     sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]

@@ -165,6 +165,8 @@ def test_the_server_is_sent_exactly_what_is_trained_under_the_names_of_save_pret
     assert sent.keys() == {name for name in saved if not of_tower(name)} < saved.keys()
     assert all(torch.equal(sent[name], saved[name]) for name in sent)
     assert ("lm_head.weight" in sent) == (family in ("qwen3_5", "qwen2_5_vl")), "a tied head comes once"
+    adapted = policy_of(checkpoints / family, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert gathered_weights(adapted, torch.float32, text=True).keys() == sent.keys(), "a first sync brings what adapters leave frozen, but never the tower"
 
 
 def test_a_buffer_of_the_tower_is_not_sent_but_saved(checkpoints, group):
