@@ -463,21 +463,21 @@ def rollout_process(argv: list[str], max_model_len: int, shared: Shared, start_g
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         shared.failure.put((str(error) if isinstance(error, ConfigError) else None, "".join(traceback.format_exception(error))))
-        _abandon(shared)
+        _leave(shared, at_once=True)
         sys.exit(1)
-    threading.Thread(target=_exit_once_stopped, args=(shared,), daemon=True).start()
+    gc.unfreeze()                                    # or nanobind calls all of it leaked
+    _leave(shared)
 
 
-def _exit_once_stopped(shared: Shared) -> None:
-    """The process lives on until all it sent is read; a trainer that stops reads no more. Not stop.wait(): setting an event waits for those who wait for it, even killed."""
-    while not shared.stop.is_set():
-        time.sleep(0.2)
-    os._exit(0)
-
-
-def _abandon(shared: Shared) -> None:
-    """What nobody will read must not keep the process alive: joining a queue's feeder waits until its pipe is read."""
-    for channel in (shared.samples, shared.metrics, shared.resolved):
+def _leave(shared: Shared, at_once: bool = False) -> None:
+    """Wait until all sent is read, but not for what nobody reads once the trainer stops: the exit would join the queues' feeders. Polled, since
+    stop.set() waits for each who is in stop.wait(), and for ever where that was killed."""
+    channels = (shared.samples, shared.metrics, shared.resolved)
+    flushing = threading.Thread(target=lambda: [(channel.close(), channel.join_thread()) for channel in channels], daemon=True)
+    flushing.start()
+    while not at_once and flushing.is_alive() and not shared.stop.is_set():
+        flushing.join(0.2)
+    for channel in channels:
         channel.cancel_join_thread()
 
 
