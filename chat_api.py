@@ -11,6 +11,8 @@ def chat_request(config: Config, seed: int, model: str | None = None) -> dict:
     """
     if config.restricted_sampling:
         raise ConfigError("a chat completion does not tell the candidate sets of top_k, top_p and min_p: leave these at their defaults.")
+    if "{" not in (config.chat_template_kwargs or {}).get("chat_template", "{"):
+        raise ConfigError("a chat template given by its name reaches no server: set chat_template_kwargs' chat_template to its text.")
     top = config.num_sampler_logprobs + 1 if config.score_centering else 1           # the server counts the sampled token among them
     changes = evaluating.get()[0]
     known = dict(model=model or config.model, max_tokens=config.max_completion_length, temperature=config.temperature, top_p=1.0, seed=seed,

@@ -90,9 +90,9 @@ def _prompt_problem(row, optional: bool) -> str | None:
 def _message_problem(message: dict) -> str | None:
     content = message["content"]
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = [kind for part in content for kind in ("image", "video", "audio") if kind in str(part.get("type")) or part.get(kind) is not None]
+        kinds = [kind for part in content for kind in ("image", "video", "audio") if kind in str(part.get("type")) or part.get(kind)]
         return f"its prompt has a part with {kinds[0]}: images, video and audio are not supported, leave such rows out." if kinds else None
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+    if isinstance(content, str) or (content is None and (message.get("tool_calls") or message.get("reasoning_content"))):
         return None
     return f"a message of its prompt has the content {content!r:.80}: make it text, or a list of parts like {{'type': 'text', 'text': 'Hello'}}."
 

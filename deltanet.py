@@ -28,6 +28,7 @@ from loss import fused
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 CHUNK = 64           # tokens whose influence on each other is solved for at once
 SHORT = 16           # the same where many segments are so short that a level would be mostly padding
+LONG = 2048          # of one beside them, which takes four times the steps then
 MANY = 256           # chunks from which on that costs memory worth a second compilation
 
 
@@ -193,7 +194,7 @@ def _chunks(lengths: tuple[int, ...], device: torch.device):
     """
     lengths, total = np.array(lengths), sum(lengths)
     chunks = (-(-lengths // CHUNK)).sum()
-    size = SHORT if chunks > MANY and chunks * CHUNK > 4 * total else CHUNK         # L
+    size = SHORT if chunks > MANY and chunks * CHUNK > 4 * total and lengths.max() <= LONG else CHUNK         # L
     order = np.argsort(-lengths, kind="stable")
     counts = [int((lengths > begin).sum()) for begin in range(0, lengths.max(), size)]
     segment = np.concatenate([order[:count] for count in counts])[:, None]         # (chunks, 1)

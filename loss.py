@@ -127,7 +127,8 @@ class FusedLogprobs(torch.autograd.Function):
             raw = ctx.kept.pop(start) if start in ctx.kept else hidden @ part.T    # popped: it is overwritten
             allowed, column = candidates.block(start, stop) if candidates else None, (ids - start).clamp(0, len(part) - 1)
             own = _softmax_gradient_(raw.gather(1, column).to(scale.dtype), allowed.gather(1, column) if candidates else None, normaliser, scale, temperature, softcap)
-            own += torch.where(column[:, :, None] == (ids - start)[:, None], direct[:, None], 0).sum(-1)
+            for some, gradient in zip((ids - start).split(16, 1), direct.split(16, 1)):      # not (M, J, J) at once
+                own += torch.where(column[:, :, None] == some[:, None], gradient[:, None], 0).sum(-1)
             d = fused(_softmax_gradient_, raw, allowed, normaliser, scale, temperature, softcap)   # (M, B)
             d.scatter_(1, column, own.to(d.dtype))    # 1 − p of a likely token rounded once, not a sum of rounded parts; equal columns have equal values
             _add_product(grad_hidden, d, part)
@@ -144,8 +145,7 @@ def fused_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, topk_ids: Te
     hidden (M, D), weight (V, D), targets (M,), topk_ids (M, K) with -1 where absent (log-prob -inf). Holds `block` columns of logits,
     and up to `keep` bytes of them until backward: a quarter of the head's products are then not repeated.
     """
-    ids = torch.cat([targets[:, None], topk_ids], dim=1)                           # (M, 1 + K)
-    logprobs, entropy = FusedLogprobs.apply(hidden, weight, ids, temperature, softcap, candidates, block, keep)
+    logprobs, entropy = FusedLogprobs.apply(hidden, weight, torch.cat([targets[:, None], topk_ids], dim=1), temperature, softcap, candidates, block, keep)
     return logprobs[:, 0].clone(), logprobs[:, 1:].clone(), entropy    # not views: FSDP hooks the outputs
 
 

@@ -61,8 +61,12 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     if config.weights_dtype != "auto":
         return getattr(torch, config.weights_dtype)
-    declared = _pretrained(AutoConfig, config.model, trust_remote_code=config.trust_remote_code, **(config.model_init_kwargs or {}))
-    return getattr(declared.get_text_config(), "dtype", None) or getattr(declared, "dtype", None) or torch.float32
+    options = dict(trust_remote_code=config.trust_remote_code) | (config.model_init_kwargs or {})
+    declared = _pretrained(AutoConfig, config.model, **{name: value for name, value in options.items() if name != "dtype"})
+    dtype = getattr(declared.get_text_config(), "dtype", None) or getattr(declared, "dtype", None) or torch.float32
+    if dtype == torch.float16:
+        raise ConfigError(f"dtype='auto' is float16 for {config.model}, whose gradients cannot be scaled: set fp16=True, which keeps fp32 masters, or another dtype.")
+    return dtype
 
 
 def load_tokenizer(config: Config):
@@ -100,7 +104,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     nested = {key: attention.NAME for key in declared.sub_configs if getattr(declared, key, None) is declared.get_text_config()}
     kind = AutoModelForImageTextToText if nested else AutoModelForCausalLM
     lm = _pretrained(kind, config.model, attn_implementation=nested or attention.NAME, **options)
-    refuse_unsupported(config.model, lm)
+    refuse_unsupported(config.model, lm, config.vllm_max_model_length)
     nn.ParameterList(outside_text(lm)).requires_grad_(False)
     peft_config = config.peft_config and add_adapters(lm, config.peft_config)
     lm.eval()                                # no dropout, no router noise: the server has none
@@ -142,8 +146,8 @@ def outside_text(lm: nn.Module) -> set[nn.Parameter]:
     return set(lm.parameters()) - set(lm.get_decoder().parameters()) - set(lm.get_output_embeddings().parameters())
 
 
-def refuse_unsupported(name: str, lm: nn.Module) -> None:
-    """Raise ConfigError for an architecture whose log-probs would be wrong."""
+def refuse_unsupported(name: str, lm: nn.Module, longest: int | None = None) -> None:
+    """Raise ConfigError for an architecture whose log-probs would be wrong. longest: tokens of the longest sample, where the config says."""
     text = lm.config.get_text_config()
     known = {"full_attention", "sliding_attention"} | ({"linear_attention"} if deltanet.layers(lm) else set())
     strange = set(getattr(text, "layer_types", None) or ()) - known
@@ -154,8 +158,11 @@ def refuse_unsupported(name: str, lm: nn.Module) -> None:
     if any(key.endswith("sinks") for key, _ in lm.named_parameters()):
         raise ConfigError(f"{name} has attention sinks, which are not supported.")
     ropes = getattr(text, "rope_parameters", None) or {}
-    if {"dynamic", "longrope"} & {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}:
-        raise ConfigError(f"{name}'s rotary frequencies depend on the longest sample of a row (rope_type dynamic or longrope), so the log-probs of the others would be wrong: it is not supported.")
+    for rope in (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope")):
+        original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        if longest is None or longest > original:
+            raise ConfigError(f"beyond {original} tokens {name}'s rotary frequencies depend on the longest sample of a row (rope_type {rope['rope_type']}), so the log-probs "
+                              f"of the others would be wrong: set vllm_max_model_length={original} or less.")
     scales = [key for key in ("logits_scaling", "logit_scale", "lm_head_multiplier") if getattr(text, key, None) not in (None, 1)]
     if scales:
         raise ConfigError(f"{name} scales its logits ({', '.join(scales)}), which is not supported.")

@@ -42,21 +42,22 @@ def reward_names(funcs: list) -> list[str]:
 
 async def call_rewards(funcs: list, prompts: list, completions: list, completion_ids: list, columns: dict[str, list]) -> np.ndarray:
     """(functions, rollouts) float64, NaN for None. All run at once, each on copies of its own; ConfigError names one at fault and the prompt."""
-    kwargs = dict(columns, prompts=prompts, completions=completions)       # ids are ints: lists of them need no deepcopy, 20 times as slow
-    calls = [_call_one(func, name, deepcopy(kwargs) | dict(completion_ids=[*map(list, completion_ids)])) for func, name in zip(funcs, reward_names(funcs))]
-    return np.array(await asyncio.gather(*calls), dtype=float).reshape(len(funcs), len(prompts))
+    kwargs = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+    return np.array(await asyncio.gather(*(_call_one(func, name, kwargs) for func, name in zip(funcs, reward_names(funcs)))), dtype=float).reshape(len(funcs), len(prompts))
 
 
 async def _call_one(func, name: str, kwargs: dict[str, list]) -> list[float]:
     count, where = len(kwargs["prompts"]), f"(on prompt {str(kwargs['prompts'][0])[:200]})"
+
+    def called():                              # in its thread, if it has one; lists of ints need no deepcopy, 20 times as slow
+        return func(**{key: [*map(list, value)] if key == "completion_ids" else deepcopy(value) for key, value in kwargs.items()})
     try:
-        values = func(**kwargs) if inspect.iscoroutinefunction(func) else await in_thread(func, kwargs)
+        values = called() if inspect.iscoroutinefunction(func) else await in_thread(called, {})
         values = await values if inspect.isawaitable(values) else values       # an async callable object gives one too
     except (Exception, SystemExit, asyncio.CancelledError) as error:       # the last two would end the process or its task without a word
         if asyncio.current_task().cancelling():
             raise
-        misfit = isinstance(error, TypeError) and re.search(r"unexpected keyword|missing \d", str(error))
-        advice = f"let it take {', '.join(kwargs)}, or **columns" if misfit else "mend it, or let it return None for what it cannot score"
+        advice = f"let it take {', '.join(kwargs)}, or **columns" if isinstance(error, TypeError) and re.search(r"unexpected keyword|missing \d", str(error)) else "mend it, or let it return None for what it cannot score"
         raise ConfigError(f"reward function {name} raised {type(error).__name__}: {error} {where}: {advice}.") from error
     values = values.tolist() if hasattr(values, "tolist") else values      # a numpy array or a tensor
     listed = isinstance(values, (list, tuple))
@@ -110,8 +111,7 @@ def format_reward(completions, prompts=None, **columns) -> list[float]:
         text = reply_text(completion).lstrip()
         if "<think>" not in text or reply_text(prompt if isinstance(prompt, str) else prompt[-1:]).rstrip().endswith("<think>"):
             text = "<think>" + text
-        one_block = text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
-        rewards.append(float(one_block and text.partition("</think>")[2].strip() != ""))
+        rewards.append(float(text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1 and text.partition("</think>")[2].strip() != ""))
     return rewards
 
 

@@ -436,8 +436,8 @@ def whole(rollout, version: int) -> Rollout:
     if not isinstance(rollout, Rollout):
         raise ConfigError(f"generate_one returned a {type(rollout).__name__}: return a rollout.Rollout.")
     for turn in rollout.turns:
-        if turn.model_version < 0:
-            turn.model_version, turn.mean_version, turn.max_version = version, float(version), version
+        turn.model_version = version if turn.model_version < 0 else turn.model_version
+        turn.mean_version, turn.max_version = (turn.model_version if told < 0 else told for told in (turn.mean_version, turn.max_version))
     return rollout
 
 

@@ -19,7 +19,7 @@ from packing import Sample
 from rewards import in_thread
 from tool_parsers import PARSERS, Call
 
-KEPT_BYTES = 1 << 28     # of turns as text and ids: 500 conversations of 60,000 tokens. Where they do not fit, each costs the square of its turns
+KEPT_BYTES = 1 << 28     # in each Chat, of turns as text and ids: 500 conversations of 60,000 tokens. Where they do not fit, each costs the square of its turns
 
 
 @dataclass

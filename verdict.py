@@ -135,7 +135,7 @@ def sources(records: list[dict]) -> int:
     means = {name: value for name, value in last.items() if name.startswith("rewards/") and name.endswith("/mean") and value is not None}
     together = means and abs(sum(means.values()) - last["reward"]) <= 0.01
     seen = [[record[name] for record in records if record.get(name) is not None] for name in means or ["reward"]]
-    count = sum(max(values) > 0 or min(values) >= 0 for values in seen)
+    count = sum(max(values, default=0) > 0 or min(values, default=0) >= 0 for values in seen)
     return count if together else min(count, 1)
 
 

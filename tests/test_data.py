@@ -108,7 +108,8 @@ def test_a_message_without_text_or_with_an_image_is_one_sentence_at_the_start(so
 
 
 def test_text_parts_and_calls_without_text_are_messages():
-    rows = [*part(type="text", text="a", image=None), dict(prompt=[*chat("a"), dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments={}))])])]
+    rows = [*part(type="text", text="a", image=None, video=""), dict(prompt=[*chat("a"), dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments={}))])]),
+            dict(prompt=[*chat("a"), dict(role="assistant", content=None, reasoning_content="why")])]
     assert load_rows(rows) is rows
 
 

@@ -191,6 +191,7 @@ def test_a_level_of_many_short_segments_is_not_mostly_padding_and_equals_the_rec
                                for shape in ((N, 2, 2), (N, 2, 2), (N, 2, 3), (N, 2), (N, 2), (len(lengths), 2, 2, 3)))
     tensors = (q, k, v, -g.abs(), beta.sigmoid())
     counts, token, *_ = deltanet._chunks(lengths, CPU)
+    assert deltanet._chunks((*lengths, 5000), CPU)[1].shape[1] == 64, "nor four times the steps for a long one beside them"
     assert token.numel() < 6 * N and sum(counts) == len(token) and len(counts) == -(-max(lengths) // token.shape[1])
     out, states = deltanet.torch_delta_rule(*tensors, lengths, initial_state=start)
     for n, parts in enumerate(zip(*(x.split(lengths) for x in (*tensors, out)))):

@@ -1,5 +1,6 @@
 """A packed row is a layout change only: every trained token's log-prob is that of its sample forwarded alone."""
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,11 +106,13 @@ def test_a_model_that_scales_its_logits_is_refused(name, value):
 @pytest.mark.parametrize("kind,refused", [("longrope", True), ("dynamic", True), ("linear", False), ("llama3", False)])
 def test_rotary_frequencies_that_depend_on_the_longest_sample_of_a_row_are_refused(kind, refused):
     """The log-probs of a short sample once moved by 2.7 beside one beyond the original length."""
-    lm = tiny_lm()
+    lm = tiny_lm(max_position_embeddings=512)
     for parameters in (dict(rope_type=kind, rope_theta=1e4, factor=4.0), dict(full_attention=dict(rope_type=kind, rope_theta=1e4), sliding_attention=dict(rope_type="default"))):
         lm.config.rope_parameters = parameters
-        with pytest.raises(ConfigError, match="longest sample of a row") if refused else nullcontext():
-            refuse_unsupported("m", lm)
+        for longest in (None, 513):
+            with pytest.raises(ConfigError, match="longest sample of a row .* set vllm_max_model_length=512 or less") if refused else nullcontext():
+                refuse_unsupported("m", lm, longest)
+        refuse_unsupported("m", lm, 512)
 
 
 @pytest.mark.parametrize("rewarded", [0, 255])
@@ -133,11 +136,18 @@ def test_in_bf16_the_gradients_of_rollouts_that_share_a_token_are_summed_in_fp32
 @pytest.mark.parametrize("changes,masters,computed", [
     (dict(bf16=True, model_init_kwargs=dict(dtype="bfloat16")), torch.float32, torch.bfloat16), (dict(bf16=True, dtype="bfloat16"), torch.float32, torch.bfloat16),
     (dict(model_init_kwargs=dict(dtype=torch.bfloat16)), torch.bfloat16, torch.bfloat16), (dict(dtype="auto"), torch.bfloat16, torch.bfloat16),
+    (dict(model_init_kwargs=dict(dtype="auto", trust_remote_code=True)), torch.bfloat16, torch.bfloat16),
     (dict(dtype="bfloat16", model_init_kwargs=dict(dtype="float32")), torch.float32, torch.float32)])
 def test_mixed_precision_has_fp32_masters_whatever_the_dtype_and_else_the_dtype_is_that_of_the_server_too(small_model, changes, masters, computed):
     config = tiny_config(model=small_model, **changes)
     policy = load_policy(config, torch.device("cpu"))
     assert {p.dtype for p in policy.parameters()} == {masters} and compute_dtype(config, torch.device("cpu")) == computed
+
+
+def test_a_checkpoint_in_float16_is_not_trained_in_it_without_a_scaler(small_model, tmp_path):
+    (tmp_path / "config.json").write_text((Path(small_model) / "config.json").read_text().replace("bfloat16", "float16"))
+    with pytest.raises(ConfigError, match="set fp16=True"):
+        compute_dtype(tiny_config(model=str(tmp_path), dtype="auto"), torch.device("cpu"))
 
 
 # Mixture of experts

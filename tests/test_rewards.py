@@ -102,6 +102,11 @@ def test_what_a_function_changes_in_a_message_no_other_function_scores_and_nothi
     assert completions[0][0]["content"] == "<think>why</think> 3" and prompts[1][0]["content"] == "1 + 2?" and ids == [[7]] * 2 and columns == [[3]] * 2
 
 
+def test_a_column_that_cannot_be_copied_is_a_sentence_that_names_the_function():
+    with pytest.raises(ConfigError, match="reward function format_reward raised TypeError: cannot pickle"):
+        asyncio.run(call_rewards([format_reward], [[]], [[]], [[7]], dict(handle=[threading.Lock()])))
+
+
 def test_none_and_nan_mean_that_the_function_does_not_apply():
     rewards = call(lambda **columns: [None, 0.5], lambda **columns: [math.nan, None], lambda **columns: torch.tensor([math.nan, 0.5]))
     assert np.array_equal(rewards, [[math.nan, 0.5], [math.nan, math.nan], [math.nan, 0.5]], equal_nan=True)

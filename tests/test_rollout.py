@@ -702,11 +702,12 @@ def test_a_turn_that_does_not_name_its_weights_has_those_at_the_rollouts_start(s
         async def generate_one(self, prompt, tools, group_id=0):
             turn = await self.generate_one_turn([1, 2, 3])
             self.shared.version.value = 11
-            return Rollout([], turn.output_ids, [TurnRecord(turn.prompt_ids, turn.output_ids, turn.output_log_probs)])
-    shared = Shared.create()
-    shared.version.value = 10
-    out = drive(server, rows(1), Own, shared=shared)
-    assert [(sample.version, sample.mean_version) for sample in out.samples] == [(10, 10.0)] * 4
+            return Rollout([], turn.output_ids, [TurnRecord(turn.prompt_ids, turn.output_ids, turn.output_log_probs, **told)])
+    for told, version in (({}, 10), (dict(model_version=7), 7)):
+        shared = Shared.create()
+        shared.version.value = 10
+        out = drive(server, rows(1), Own, shared=shared)
+        assert [(sample.version, sample.mean_version) for sample in out.samples] == [(version, version)] * 4
 
 
 def test_rollouts_at_once_stay_within_max_concurrent_rollouts(server):

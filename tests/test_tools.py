@@ -217,6 +217,18 @@ def test_a_result_that_is_never_rendered_again_is_not_kept_and_what_is_kept_has_
         monkeypatch.undo()
 
 
+def test_of_turns_that_do_not_all_fit_those_longest_unused_are_dropped(chat, monkeypatch):
+    one = chat("FORGETFUL")
+    one.turns.clear()
+    one.held = 0
+    for text in ("a" * 100, "b" * 100):
+        one._encode_turn(text)
+    monkeypatch.setattr(tools, "KEPT_BYTES", one.held)
+    for text in ("a" * 100, "c" * 100):
+        one._encode_turn(text)
+    assert [text[0] for text in one.turns] == ["a", "c"]
+
+
 def test_tool_calls_of_none_are_none_where_arguments_are_text(chat):
     mistral = chat("MISTRAL")
     mistral.arguments_as_text = True
@@ -697,6 +709,8 @@ def test_a_chat_template_is_served_and_not_sent_with_a_request_where_vllm_refuse
     """Each request of an agent was answered 400, since a server trusts no template that a request brings."""
     render = pytest.importorskip("vllm.renderers.online_renderer").OnlineRenderer
     kwargs = dict(chat_template=chat_templates.DEEPSEEK, enable_thinking=False)
+    with pytest.raises(ConfigError, match="given by its name reaches no server"):
+        chat_request(tiny_config(chat_template_kwargs=dict(chat_template="tool_use")), 7)
     sent = chat_request(tiny_config(chat_template_kwargs=kwargs), 7)["extra_body"]["chat_template_kwargs"]
     refusals = [render.validate_chat_template(SimpleNamespace(create_error_response=str), None, these, False) for these in (sent, kwargs)]
     assert sent == dict(enable_thinking=False) and refusals[0] is None and "chat template" in refusals[1]
