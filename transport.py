@@ -84,11 +84,8 @@ class Nccl:
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
-        try:
-            ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights"), within=ENGINE_SECONDS).text.replace(" ", "")
-                        for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
-        except RuntimeError as error:
-            raise ConfigError(f"weight_sync_backend=nccl: {error}. It may wait in the broadcast of a trainer that was killed: start it again.") from None
+        ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights"), within=ENGINE_SECONDS).text.replace(" ", "")
+                    for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(ours, src=0)
         self.by_plan, self.told = ours[0], set()
         self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
