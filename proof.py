@@ -81,10 +81,7 @@ class Proof:
                 says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
             except Silent as error:
                 if len(self.sync.current) == 1:
-                    deadline = time.monotonic() + 2
-                    while time.monotonic() < deadline:       # one of ours that has just ended says more, once it has
-                        self.sync.control.check_server()
-                        time.sleep(0.05)
+                    self.sync.control.watch_end()
                     return str(error)
                 self.sync.leave_out(server, str(error))
                 continue

@@ -48,7 +48,7 @@ class Control:
             problem, text = self._try(self.urls[server] + path, body, optional, within)
             if problem is not UNREACHABLE or time.monotonic() > deadline:
                 break
-            self.check_server()
+            self.watch_end() if once else self.check_server()
             if once:
                 break
             self.retries += 1
@@ -56,6 +56,13 @@ class Control:
         if problem:
             raise RuntimeError(f"weight sync failed in its phase '{phase}' at {self.urls[server]} ({problem}).")
         return text
+
+    def watch_end(self) -> None:
+        """One of ours that has just closed its connections says more, in its log, once it has ended."""
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            self.check_server()
+            time.sleep(0.05)
 
     def _try(self, url: str, body: dict | None, optional: bool, within: float) -> tuple[str | None, str]:
         """(what went wrong, if anything; the reply's text)"""

@@ -10,7 +10,7 @@ from conftest import tiny_config, tiny_lm
 from config import ConfigError
 from metrics import Window
 from model import Policy
-from sync import Silent
+from sync import Control, Silent
 from proof import LENGTH, Proof
 
 
@@ -34,7 +34,7 @@ class Servers:
         for server in to:
             self.held[server], self.says[server] = copy.deepcopy(self.policy.lm), str(version)
 
-    def check_server(self):
+    def watch_end(self):
         pass
 
     def weight_version(self, server):
@@ -176,6 +176,6 @@ def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops
         asked.append(1)
         if len(asked) == 3:
             raise ConfigError("the end of its log")
-    sync.check_server = ended
+    sync.watch_end = lambda: Control([], 1.0, ended).watch_end()
     with pytest.raises(ConfigError, match="the end of its log"):
         proof.check(2, Window())

@@ -24,7 +24,7 @@ import transport
 from config import ConfigError
 from metrics import Window
 from model import Policy
-from sync import make_sync
+from sync import Control, make_sync
 from weights import gathered_weights
 
 
@@ -148,6 +148,18 @@ def test_an_nccl_run_ends_at_its_start_where_a_server_waits_in_another_trainers_
     monkeypatch.setattr(transport, "ENGINE_SECONDS", 0.3)
     with FakeVllm(hanging=("/collective_rpc",)) as server, pytest.raises(ConfigError, match=f"{server.url} did not answer /collective_rpc.*was killed: start it again"):
         make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0, weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
+
+
+def test_a_server_of_ours_that_ends_during_what_is_asked_once_is_told_by_its_log_though_its_process_outlives_the_connection():
+    """That of an update by nccl, which is not repeated, was once told as a server that cannot be reached."""
+    checks = []
+
+    def check():
+        checks.append(1)
+        if len(checks) == 3:
+            raise ConfigError("the vLLM server exited; the end of its log")
+    with pytest.raises(ConfigError, match="the end of its log"):
+        Control(["http://127.0.0.1:9"], 20.0, check).post(0, "update", "/collective_rpc", {}, once=True)
 
 
 def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, group):
