@@ -285,8 +285,9 @@ class WeightSync:
                 self.shared.restored[server] = -1 if error is not None else self.lost[server]    # lost once more meanwhile, it stays out
 
     def leave_out(self, server: int, problem: str) -> None:
-        """It took the weights and is silent now: out of use until a later sync finds it answering."""
+        """It took the weights and fails the proof: out of use until a later sync, and where it was so before not the very next, finds it answering."""
         self.current.remove(server)
+        self.resting |= {} if self.in_use[server] else {server: (time.monotonic() + REST_SECONDS, RuntimeError(problem))}
         self.shared.restored[server] = -1
         print(f"out of use: {problem}", flush=True)
 

@@ -201,6 +201,26 @@ def test_a_server_that_is_back_as_another_stays_out_and_one_that_fits_is_taken_b
         assert not sync.whole
 
 
+def test_a_server_that_came_back_and_failed_the_proof_is_left_alone_for_a_while(tmp_path, group):
+    shared = SimpleNamespace(lost=[0, 1], restored=[0, 0])
+    with FakeVllm(keep=False, model="tiny") as a, FakeVllm(keep=False, model="tiny") as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url]), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+        sync.push(0, Window())
+        assert sync.current == [0, 1]
+        sync.leave_out(1, "wrong scores")
+        calls = len(b.calls)
+        sync.push(1, Window())
+        assert sync.current == [0] and shared.restored == [0, -1] and len(b.calls) == calls, "asked again after REST_SECONDS"
+        sync.resting.clear()
+        sync.push(2, Window())
+        assert sync.current == [0, 1]
+        shared.lost[0], shared.restored[0] = 1, 1
+        sync.push(3, Window())
+        sync.leave_out(0, "silent")
+        sync.push(4, Window())
+        assert sync.current == [0, 1], "one that was long in use is asked at once"
+
+
 @pytest.mark.parametrize("full,words", [(False, "phase 'reload' at .*no memory left"), (True, r"phase 'writing' .*No space left on device\)\. The server")])
 def test_with_one_server_long_dead_the_runs_end_names_what_befell_the_other(tmp_path, group, monkeypatch, full, words):
     def no_space(*args):
