@@ -122,29 +122,30 @@ def versions_kept(max_staleness: int) -> int:
     return max(max_staleness, 1) + 1
 
 
-def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict, weight_version: str | None = None) -> bool:
-    """Whether this server takes adapters, from what its /server_info and /weight_info say; False: merged weights are sent. Raises ConfigError where it should but cannot."""
-    lora, rank = vllm_config.get("lora_config"), largest_rank(peft_config)
-    if lora is None:
+def takes_adapters(peft_config, url: str, vllm_config: dict) -> bool:
+    """Whether this server could take the adapters, from what its /server_info says; where one does not, merged weights are sent to all."""
+    if vllm_config.get("lora_config") is None:
         return False
-    if peft_config.modules_to_save:
-        print(f"{url} has --enable-lora, but merged weights are sent: modules_to_save={sorted(peft_config.modules_to_save)} cannot travel in an adapter.", flush=True)
-        return False
-    if vllm_config["parallel_config"]["data_parallel_size"] > 1:
-        print(f"{url} has --enable-lora, but merged weights are sent: an adapter would reach one of its data-parallel replicas only.", flush=True)
-        return False
+    why = (f"modules_to_save={sorted(peft_config.modules_to_save)} cannot travel in an adapter" if peft_config.modules_to_save else
+           "an adapter would reach one of its data-parallel replicas only" if vllm_config["parallel_config"]["data_parallel_size"] > 1 else None)
+    if why:
+        print(f"{url} has --enable-lora, but merged weights are sent: {why}.", flush=True)
+    return why is None
+
+
+def check_adapter_server(peft_config, max_staleness: int, url: str, vllm_config: dict, weight_version: str | None = None) -> None:
+    """Raise ConfigError where a server that `takes_adapters` could not keep this run's, from what its /server_info and /weight_info say."""
+    lora, rank = vllm_config["lora_config"], largest_rank(peft_config)
     if (processes := vllm_config["parallel_config"].get("_api_process_count", 1)) > 1:
         raise ConfigError(f"the server at {url} has {processes} API processes, and an adapter reaches one of them only: restart it with --api-server-count 1.")
     if weight_version not in (None, "default", ADAPTERS):
         raise ConfigError(f"the server at {url} has the weights of another run under the adapters (it says version {weight_version!r}): start it again.")
     if lora["max_lora_rank"] < rank:
-        raise ConfigError(f"the server at {url} has --max-lora-rank {lora['max_lora_rank']}, peft_config needs {rank}: "
-                          f"restart it with --max-lora-rank {served_rank(rank)}.")
+        raise ConfigError(f"the server at {url} has --max-lora-rank {lora['max_lora_rank']}, peft_config needs {rank}: restart it with --max-lora-rank {served_rank(rank)}.")
     kept = versions_kept(max_staleness)
     if lora["max_loras"] <= kept:
         raise ConfigError(f"the server at {url} has --max-loras {lora['max_loras']}: requests may name {kept} versions, and the "
                           f"next is loaded before the oldest is unloaded: restart it with --max-loras {kept + 1}.")
-    return True
 
 
 class Adapters:

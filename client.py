@@ -235,7 +235,7 @@ class LoadCap:
 
     def __init__(self, most: int):
         self.most, self.size, self.running, self.finished = most, None, 0, 0
-        self.known = asyncio.Event()     # whether `size` is
+        self.known = asyncio.Event()     # whether `size` is, or is waited for no longer
         self.waiting: deque[asyncio.Future] = deque()
 
     @property
@@ -258,6 +258,7 @@ class LoadCap:
         """Wait until it is known what fits; not for ever, because a server may not tell."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.known.wait(), PATIENCE_SECONDS)
+        self.known.set()
 
     @asynccontextmanager
     async def place(self, left: Callable[[], None] = lambda: None):

@@ -70,29 +70,31 @@ class Proof:
             raise RuntimeError(f"the server at {url} did not score the probe of the sync ({reply.status_code}: {reply.text[:300]}).")
         found = reply.json()
         found = found.get("prompt_logprobs") or found["choices"][0]["prompt_logprobs"]
-        return np.array([tokens[str(token)]["logprob"] for tokens, token in zip(found[1:], self.ids[1:])], np.float32)
+        return np.array([tokens[str(token)]["logprob"] for tokens, token in zip(found[1:], self.ids[1:], strict=True)], np.float32)
 
     def problem(self, version: int) -> str | None:
-        """What is wrong, in a sentence. A server that has gone silent is out of use; it is what is wrong where no other is left."""
+        """What is wrong, in a sentence. A server that has gone silent is out of use, as is any that was just taken back and fails; it is what is wrong where no other is left."""
         for server in list(self.sync.current):
-            url = self.sync.control.urls[server]
+            silent = False
             try:
-                theirs = self.server_scores(server, version)
-                says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
-            except Silent as error:
-                if len(self.sync.current) == 1:
-                    deadline = time.monotonic() + 2
-                    while time.monotonic() < deadline:       # one of ours that has just ended says more, once it has
-                        self.sync.control.check_server()
-                        time.sleep(0.05)
-                    return str(error)
-                self.sync.leave_out(server, str(error))
-                continue
+                words = self._failure(server, version)
             except RuntimeError as error:
-                return str(error)
-            distances = {v: float(np.abs(theirs - ours).mean()) for v, ours in self.scores.items()}
-            if not distances[version] <= self.bound or says not in (None, str(version)):
-                return self._sentence(url, version, distances, says)
+                words, silent = str(error), isinstance(error, Silent)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:        # what an odd answer does to the code that reads it
+                words = f"the server at {self.sync.control.urls[server]} did not score the probe of the sync ({error!r})."
+            if words and len(self.sync.current) > 1 and (silent or not self.sync.in_use[server]):
+                self.sync.leave_out(server, words)
+            elif words:
+                self.sync.control.watch_end() if silent else None
+                return words
+        return None
+
+    def _failure(self, server: int, version: int) -> str | None:
+        theirs = self.server_scores(server, version)
+        says = None if self.sync.names_adapters else self.sync.control.weight_version(server)
+        distances = {v: float(np.abs(theirs - ours).mean()) for v, ours in self.scores.items()}
+        if not distances[version] <= self.bound or says not in (None, str(version)):
+            return self._sentence(self.sync.control.urls[server], version, distances, says)
         return None
 
     def _sentence(self, url: str, version: int, distances: dict[int, float], says: str | None) -> str:

@@ -67,17 +67,15 @@ def aside(act: Callable, *args, **how) -> Future:
     def run():
         try:
             given.set_result(act(*args, **how))
-        except Exception as error:
+        except BaseException as error:           # whatever it is, somebody waits
             given.set_exception(error)
     threading.Thread(target=run, daemon=True, name="aside").start()
     return given
 
 
 def ask(method: str, url: str, **how) -> requests.Response:
-    """Without the environment's proxies, as the rollouts' requests go: a server is on this network."""
-    with requests.Session() as session:
-        session.trust_env = False
-        return session.request(method, url, **how)
+    """Without the environment's proxies, as the rollouts' requests go: a server is on this network. Its certificates count (REQUESTS_CA_BUNDLE)."""
+    return requests.request(method, url, proxies=dict(http="", https=""), **how)      # no_proxy="*" would be written into the environment, which threads share
 
 
 def answers(url: str) -> bool:
@@ -103,10 +101,10 @@ def wait_for_server(config: Config, server: Server | None) -> None:
         time.sleep(0.5)
 
 
-def told(url: str, path: str, key: str, otherwise: str, **params):
-    """What the JSON of a GET has under `key`. Raises ConfigError: `otherwise`, with {} for what came instead."""
+def told(url: str, path: str, key: str, otherwise: str, within: float, **params):
+    """What the JSON of a GET has under `key`. Raises ConfigError: `otherwise`, with {} for what came instead in `within` seconds."""
     try:
-        reply = ask("GET", url + path, params=params, timeout=60)
+        reply = ask("GET", url + path, params=params, timeout=within)
         if reply.status_code == 200:
             return reply.json()[key]
         instead = reply.status_code
@@ -117,14 +115,14 @@ def told(url: str, path: str, key: str, otherwise: str, **params):
     raise ConfigError(otherwise.format(instead))
 
 
-def check_server(config: Config, url: str) -> int:
+def check_server(config: Config, url: str, within: float = 60.0) -> int:
     """The server's max_model_len. Raises ConfigError when it does not serve what the config says."""
-    served = told(url, "/v1/models", "data", f"{url} is not a vLLM server (GET /v1/models answered {{}}): correct vllm_server_base_url.")
+    served = told(url, "/v1/models", "data", f"{url} is not a vLLM server (GET /v1/models answered {{}}): correct vllm_server_base_url.", within)
     ours = [model for model in served if model["id"] == config.model]        # the name that requests use
     if not ours:
         raise ConfigError(f"the server at {url} serves {', '.join(m['id'] for m in served)}, the config says {config.model}: {RESTART}")
     info = told(url, "/server_info", "vllm_config", f"the server at {url} does not offer /server_info (it answered {{}}), so its weights cannot be updated either: "
-                f"set VLLM_SERVER_DEV_MODE=1 and {RESTART}", config_format="json")
+                f"set VLLM_SERVER_DEV_MODE=1 and {RESTART}", within, config_format="json")
     found = info["model_config"] | dict(max_model_len=ours[0]["max_model_len"])
     wanted = dict(max_model_len=config.vllm_max_model_length or found["max_model_len"], dtype=compute_dtype(config, torch.device(device_type(config))), logprobs_mode="processed_logprobs")
     if different := ", ".join(f"{name} {found[name]}, the config says {value}" for name, value in wanted.items() if str(found[name]) != str(value)):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from adapters import Adapters, check_adapter_server
+from adapters import Adapters, check_adapter_server, takes_adapters
 from config import Config, ConfigError
 from metrics import Window
 from model import Policy
@@ -21,6 +21,7 @@ from transport import ENGINE_SECONDS, Ipc, Nccl
 from weights import gathered_weights, write_weights
 
 UNREACHABLE = "it cannot be reached"
+BACK_SECONDS = 10.0      # for each answer of a server out of use: the others wait meanwhile
 RETRY_SECONDS = 22.0     # with what else a failing run does, under half a minute
 REST_SECONDS = 120.0     # from one vain attempt at a server out of use, for which the others may have been paused, to the next
 
@@ -47,7 +48,7 @@ class Control:
             problem, text = self._try(self.urls[server] + path, body, optional, within)
             if problem is not UNREACHABLE or time.monotonic() > deadline:
                 break
-            self.check_server()
+            self.watch_end() if once else self.check_server()
             if once:
                 break
             self.retries += 1
@@ -55,6 +56,13 @@ class Control:
         if problem:
             raise RuntimeError(f"weight sync failed in its phase '{phase}' at {self.urls[server]} ({problem}).")
         return text
+
+    def watch_end(self) -> None:
+        """One of ours that has just closed its connections says more, in its log, once it has ended."""
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            self.check_server()
+            time.sleep(0.05)
 
     def _try(self, url: str, body: dict | None, optional: bool, within: float) -> tuple[str | None, str]:
         """(what went wrong, if anything; the reply's text)"""
@@ -80,13 +88,10 @@ class Control:
         except requests.RequestException as error:
             raise Silent(f"{self.urls[server]} did not answer {path}: {error}") from error
 
-    def weight_version(self, server: int) -> str | None:
-        """The version that the server says it has, where it keeps one."""
-        reply = self.reply(server, "/weight_info")
-        return reply.json()["weight_version"] if reply.status_code == 200 else None
-
-    def vllm_config(self, server: int) -> dict:
-        return self.reply(server, "/server_info", config_format="json").json()["vllm_config"]
+    def weight_version(self, server: int, within: float = math.inf) -> str | None:
+        """The version that the server's engine says it has, where it keeps one."""
+        reply = self.reply(server, "/weight_info", within=min(within, ENGINE_SECONDS))
+        return reply.json().get("weight_version") if reply.status_code == 200 else None
 
 
 class Disk:
@@ -113,14 +118,10 @@ class Disk:
         write_weights(weights, partial)
         partial.rename(self.target)
 
-    def begin(self, server: int) -> None:
-        pass
+    begin = finish = lambda self, *server_and_version: None          # the reload is all
 
     def send(self, server: int, chunk: int) -> None:
         self.control.post(server, "reload", "/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=str(self.target))))
-
-    def finish(self, server: int, version: int) -> None:
-        pass
 
     def clean(self, version: int) -> None:
         shutil.rmtree(self.target, ignore_errors=True)
@@ -130,18 +131,26 @@ def make_sync(config: Config, policy: Policy, dtype: torch.dtype, shared=None, c
     """The transport that the config names, or adapters alone where every server takes them. The same choice on every rank. Raises ConfigError."""
     control = Control(config.server_urls, config.vllm_server_timeout, check_own)
 
-    def takes_adapters(server: int) -> bool:
-        return check_adapter_server(policy.peft_config, config.max_staleness, control.urls[server], control.vllm_config(server), control.weight_version(server))
-    adapters = [bool(policy.peft_config) and all(map(takes_adapters, range(len(control.urls)))) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(adapters, src=0)
+    def all_take_adapters(servers: list[int], within: float = math.inf) -> bool:
+        """Where one does not, none is refused for what merged weights do not need."""
+        infos = {server: control.reply(server, "/server_info", within=within, config_format="json").json()["vllm_config"] for server in servers}
+        taken = all([takes_adapters(policy.peft_config, control.urls[server], info) for server, info in infos.items()])
+        for server, info in infos.items() if taken else ():
+            check_adapter_server(policy.peft_config, config.max_staleness, control.urls[server], info, control.weight_version(server, within))
+        return taken
 
     def check_back(server: int) -> None:
         """Raise ConfigError where a server that is back, which may be another by now, is not as all had to be at the start."""
-        if (length := check_server(config, url := control.urls[server])) < max_model_len:
+        if (length := check_server(config, url := control.urls[server], BACK_SECONDS)) < max_model_len:
             raise ConfigError(f"the server at {url} has max_model_len {length}, the run needs {max_model_len}: {RESTART}")
-        if adapters[0] and not takes_adapters(server):
+        if adapters[0] and not all_take_adapters([server], BACK_SECONDS):
             raise ConfigError(f"the server at {url} takes no adapters any more: {RESTART}")
-    transport = Adapters(config, policy, dtype, control, shared) if adapters[0] else dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control)
+    try:
+        adapters = [bool(policy.peft_config) and all_take_adapters(list(range(len(control.urls)))) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(adapters, src=0)
+        transport = Adapters(config, policy, dtype, control, shared) if adapters[0] else dict(disk=Disk, nccl=Nccl, ipc=Ipc)[config.weight_sync_backend](config, policy, dtype, control)
+    except Silent as error:
+        raise ConfigError(f"{error}. It may wait in the broadcast of a trainer that was killed: start it again.") from None
     return WeightSync(transport, control, shared, check_back)
 
 
@@ -247,7 +256,7 @@ class WeightSync:
     def _pause(self, server: int) -> None:
         """Requests stay in the server and go on after the resume. One that cannot pause still has all of its old weights, and may serve on."""
         try:
-            self.control.post(server, "pause", "/pause?mode=keep", within=ENGINE_SECONDS if self.in_use[server] else 10.0)
+            self.control.post(server, "pause", "/pause?mode=keep", within=ENGINE_SECONDS if self.in_use[server] else BACK_SECONDS)
         except RuntimeError:
             self.control.try_once(server, "/resume", within=5.0)
             raise
@@ -276,8 +285,9 @@ class WeightSync:
                 self.shared.restored[server] = -1 if error is not None else self.lost[server]    # lost once more meanwhile, it stays out
 
     def leave_out(self, server: int, problem: str) -> None:
-        """It took the weights and is silent now: out of use until a later sync finds it answering."""
+        """It took the weights and fails the proof: out of use until a later sync, and where it was so before not the very next, finds it answering."""
         self.current.remove(server)
+        self.resting |= {} if self.in_use[server] else {server: (time.monotonic() + REST_SECONDS, RuntimeError(problem))}
         self.shared.restored[server] = -1
         print(f"out of use: {problem}", flush=True)
 

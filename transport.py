@@ -37,12 +37,18 @@ def cut(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], limit: int, ali
     return chunks, largest
 
 
-class Staging:
-    """Gathers the policy into buffers, chunk by chunk; every rank gathers, rank 0 fills."""
+def needs_whole(policy: Policy, control) -> bool:
+    """Whether merged adapters go with the whole text model, each time: where a server does not say that it has its checkpoint's weights, as in a resumed run, another's may lie there. A collective."""
+    whole = [bool(policy.peft_config) and any(control.weight_version(server) != "default" for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(whole, src=0)
+    return whole[0]
 
-    def __init__(self, policy: Policy, dtype: torch.dtype, limit: int, align: int, make_buffers: Callable[[int], list[Tensor]]):
-        # Chunks are planned once, and what another run trained must not stay under merged adapters: with them the whole text model goes each time.
-        self.lm, self.units = policy.lm, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu", text=bool(policy.peft_config))
+
+class Staging:
+    """Gathers the policy into buffers, chunk by chunk; every rank gathers, rank 0 fills. `text`: the whole text model, else what is trained."""
+
+    def __init__(self, policy: Policy, dtype: torch.dtype, limit: int, align: int, make_buffers: Callable[[int], list[Tensor]], text: bool = False):
+        self.lm, self.text, self.units = policy.lm, text, pieces(policy, dtype, every_name=next(policy.parameters()).device.type == "cpu", text=text)
         per_unit = [announced(self.lm, [unit]) for unit in self.units]
         self.unit_sizes = [len(tensors) for tensors in per_unit]
         self.chunks, self.bytes = cut([tensor for unit in per_unit for tensor in unit], limit, align)
@@ -84,14 +90,12 @@ class Nccl:
 
     def __init__(self, config: Config, policy: Policy, dtype: torch.dtype, control):
         self.control, self.device = control, next(policy.parameters()).device
-        try:
-            ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights"), within=ENGINE_SECONDS).text.replace(" ", "")
-                        for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
-        except RuntimeError as error:
-            raise ConfigError(f"weight_sync_backend=nccl: {error}. It may wait in the broadcast of a trainer that was killed: start it again.") from None
+        ours = [all('"takes_weights":true' in control.reply(server, "/collective_rpc", dict(method="takes_weights"), within=ENGINE_SECONDS).text.replace(" ", "")
+                    for server in range(len(control.urls))) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(ours, src=0)
         self.by_plan, self.told = ours[0], set()
-        self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)])
+        self.staging = Staging(policy, dtype, self.limit, 16 if self.by_plan else 1, lambda size: [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)],
+                               needs_whole(policy, control))
         self.chunks = len(self.staging.chunks)
         self.groups, self.stateful, self.streams, self.updates, self.sent = {}, {}, {}, {}, [{}, {}]        # by server; `sent`: events of each buffer
 
@@ -222,10 +226,10 @@ def own_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def check_fits(trained: int, free: int, total: int) -> None:
-    """Raise ConfigError unless the memory (bytes) that server and weights leave holds what a step of `trained` parameters keeps, and some activations."""
+def check_fits(trained: int, buffer: int, free: int, total: int) -> None:
+    """Raise ConfigError unless the memory (bytes) that server and weights leave holds what a step of `trained` parameters keeps, the buffer, and some activations."""
     gib, activations = 2**30, 2 << 30
-    needed = 14 * trained + min(2 * trained, Ipc.limit) + activations       # AdamW 8, gradients 4, bf16 copies 2 bytes each; the buffer
+    needed = 12 * trained + max(2 * trained, buffer) + buffer + activations     # AdamW 8, gradients 4, bf16 copies 2 bytes each, or those merged for the buffer; it
     if free < needed:
         raise ConfigError(f"server and trainer do not fit this GPU of {total / gib:.1f} GiB: {free / gib:.1f} GiB are free, optimizer, gradients, bf16 copies and buffer "
                           f"need {needed / gib:.1f}: start the server with vllm_gpu_memory_utilization lowered by {(needed - free) / total:.2f}, or train adapters (peft_config).")
@@ -244,9 +248,8 @@ class Ipc:
             raise ConfigError(f"weight_sync_backend=ipc shares memory of this machine, and hands out its handles over HTTP: {hosts[0]} is refused, "
                               "let the server listen on 127.0.0.1 and correct vllm_server_base_url.")
         self.control, self.device = control, next(policy.parameters()).device
-        if self.device.type == "cuda":
-            check_fits(sum(p.numel() for p in policy.parameters() if p.requires_grad), *torch.cuda.mem_get_info(self.device))
-        self.staging = Staging(policy, dtype, self.limit, 16, self._buffers)
+        self.trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        self.staging = Staging(policy, dtype, self.limit, 16, self._buffers, needs_whole(policy, control))
         self.chunks, self.told = len(self.staging.chunks), False
         try:
             self._call("attach", "attach_weights", buffer=self.handle, chunks=self.staging.layout)
@@ -260,6 +263,7 @@ class Ipc:
             path = f"/dev/shm/weights_{os.getpid()}"
             buffer, self.handle = torch.from_file(path, shared=True, size=size, dtype=torch.uint8), dict(file=path, bytes=size)
             return [buffer]
+        check_fits(self.trained, size, *torch.cuda.mem_get_info(self.device))
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         _, (*_, handle, storage_bytes, offset, _, counter, counter_offset, event, event_sync) = reduce_tensor(buffer)
         text = {name: base64.b64encode(value).decode() for name, value in dict(handle=handle, counter=counter, event=event).items()}
@@ -279,8 +283,7 @@ class Ipc:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def begin(self, server: int) -> None:
-        pass
+    begin = clean = lambda self, server_or_version: None
 
     def send(self, server: int, chunk: int) -> None:
         self.reply = self._call("load", "load_weights_chunk", chunk=chunk)
@@ -289,9 +292,6 @@ class Ipc:
         if not self.told:
             say_how(self.reply)
             self.told = True
-
-    def clean(self, version: int) -> None:
-        pass
 
 
 def say_how(reply: str) -> None:

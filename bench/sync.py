@@ -45,7 +45,7 @@ def ours(sync, version):
     return sync.phases | dict(pause_to_resume=sync.paused, total=time.perf_counter() - started)
 
 
-def make_own(policy, dtype, url, backend):
+def make_own(policy, dtype, url, backend, text):
     """version → seconds by phase of the sender that vLLM 0.26 and 0.27 have for trainers (later ones have another)."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -59,7 +59,7 @@ def make_own(policy, dtype, url, backend):
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def tensors():
-        for unit in gathered(policy.lm, pieces(policy, dtype)):
+        for unit in gathered(policy.lm, pieces(policy, dtype, text=text)):
             yield from unit.items()
 
     init = {}
@@ -77,7 +77,7 @@ def make_own(policy, dtype, url, backend):
     def transfer():
         if backend == "ipc":
             return IPCWeightTransferEngine.trainer_send_weights(tensors(), dict(send_mode="http", url=url))
-        names, dtypes, shapes = zip(*((name, str(kind).removeprefix("torch."), list(shape)) for name, kind, shape in announced(policy.lm, pieces(policy, dtype))))
+        names, dtypes, shapes = zip(*((name, str(kind).removeprefix("torch."), list(shape)) for name, kind, shape in announced(policy.lm, pieces(policy, dtype, text=text))))
         receiving = threads.submit(post, "update", "update_weights", dict(update_info=dict(names=names, dtype_names=dtypes, shapes=shapes, packed=True)))
         NCCLWeightTransferEngine.trainer_send_weights(tensors(), dict(group=group, packed=True))
         receiving.result()
@@ -136,9 +136,10 @@ def main(argv):
             time.sleep(0.5)
         sync = make_sync(config, policy, dtype)
         proof = Proof(config, policy, sync, dtype)
-        size = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in announced(policy.lm, pieces(policy, dtype)))
+        text = config.weight_sync_backend != "disk" and sync.transport.staging.text      # as the transport sends, by disk after the first sync
+        size = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in announced(policy.lm, pieces(policy, dtype, text=text)))
         for name in [config.weight_sync_backend] + ["vllm"] * own:
-            send = make_own(policy, dtype, config.server_urls[0], config.weight_sync_backend) if name == "vllm" else lambda version: ours(sync, version)
+            send = make_own(policy, dtype, config.server_urls[0], config.weight_sync_backend, text) if name == "vllm" else lambda version: ours(sync, version)
             found = []
             for version in range(times):
                 with torch.no_grad():

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 import torch.distributed as dist
 
-STATE = dict(group=None, packing=None, active=False, received={}, fail={}, calls=[], paused=False)
+STATE = dict(group=None, packing=None, active=False, received={}, fail={}, calls=[], paused=False, version=None)
 
 
 def receive(info):
@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.reply(200, {"/get_world_size": dict(world_size=1), "/version": dict(version=sys.argv[2]), "/calls": STATE["calls"], "/server_info": dict(vllm_config={}),
-                         "/weight_info": dict(weight_version=None)}.get(self.path.partition("?")[0], {}))
+                         "/weight_info": dict(weight_version=STATE["version"])}.get(self.path.partition("?")[0], {}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
@@ -74,6 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             STATE["fail"][body["path"]] = True
             return self.reply(200, {})
         STATE["calls"].append(path)
+        STATE["version"] = body["new_version"] if path == "/update_weight_version" else STATE["version"]
         if STATE["fail"].pop(path, False):
             return self.reply(500, dict(error="no memory left"))
         try:

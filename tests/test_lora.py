@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import peft
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 from conftest import make_sample, tensors_of, tiny_config, tiny_lm, tiny_lora
 
-from adapters import Adapters, add_adapters, base_name, check_adapter_server, peft_state, served_rank, write_adapter
+from adapters import Adapters, add_adapters, base_name, check_adapter_server, peft_state, served_rank, takes_adapters, write_adapter
 from config import ConfigError
 from loss import Objective, policy_loss
 from metrics import Window
@@ -18,7 +19,7 @@ from model import Policy, make_optimizer, prepare_layers
 from naming import NEVER, Naming, adapter_name
 from packing import pack_row
 from shard import shard
-from sync import WeightSync
+from sync import WeightSync, make_sync
 from weights import gathered_weights
 
 
@@ -61,7 +62,7 @@ def test_a_module_trained_whole_is_sent_under_its_base_name_and_its_untrained_co
     sent = gathered_weights(policy, torch.float32)
     assert torch.equal(sent["lm_head.weight"], policy.lm.lm_head.original_module.weight + 1.0) and "model.embed_tokens.weight" not in sent
     info = dict(lora_config=dict(max_lora_rank=8, max_loras=9), parallel_config=dict(data_parallel_size=1))
-    assert not check_adapter_server(policy.peft_config, 1, "http://x", info), "an adapter cannot carry it: merged weights are sent"
+    assert not takes_adapters(policy.peft_config, "http://x", info), "an adapter cannot carry it: merged weights are sent"
 
 
 def test_a_step_moves_the_adapters_and_the_head_named_in_modules_to_save_and_nothing_else():
@@ -157,9 +158,9 @@ def test_a_server_that_cannot_take_the_adapters_is_told_how_to_be_restarted():
     server["lora_config"] = dict(max_lora_rank=32, max_loras=5)
     with pytest.raises(ConfigError, match="restart it with --max-loras 6"):
         check_adapter_server(config, 4, "http://x", server)
-    assert check_adapter_server(config, 3, "http://x", server)
-    assert not check_adapter_server(config, 3, "http://x", server | dict(lora_config=None))
-    assert not check_adapter_server(config, 3, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
+    check_adapter_server(config, 3, "http://x", server)
+    assert takes_adapters(config, "http://x", server) and not takes_adapters(config, "http://x", server | dict(lora_config=None))
+    assert not takes_adapters(config, "http://x", server | dict(parallel_config=dict(data_parallel_size=2)))
 
 
 def test_a_server_of_several_api_processes_is_told_to_be_one_because_each_registers_adapters_on_its_own():
@@ -167,15 +168,77 @@ def test_a_server_of_several_api_processes_is_told_to_be_one_because_each_regist
     with pytest.raises(ConfigError, match="http://x has 8 API processes.*: restart it with --api-server-count 1"):
         check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
     server["parallel_config"]["_api_process_count"] = 1
-    assert check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
+    check_adapter_server(peft.LoraConfig(), 4, "http://x", server)
 
 
 def test_adapters_are_not_put_over_the_weights_of_another_run_but_over_a_checkpoints_and_after_other_adapters():
     server = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1))
-    assert all(check_adapter_server(peft.LoraConfig(), 4, "http://x", server, said) for said in (None, "default", "adapters"))
+    for said in (None, "default", "adapters"):
+        check_adapter_server(peft.LoraConfig(), 4, "http://x", server, said)
     with pytest.raises(ConfigError, match="http://x has the weights of another run under the adapters .*'300'.*: start it again"):
         check_adapter_server(peft.LoraConfig(), 4, "http://x", server, "300")
-    assert not check_adapter_server(peft.LoraConfig(), 4, "http://x", server | dict(lora_config=None), "300"), "merged weights cover the whole model"
+
+
+A, B = "http://127.0.0.1:1", "http://127.0.0.2:2"
+TAKES = dict(lora_config=dict(max_lora_rank=16, max_loras=9), parallel_config=dict(data_parallel_size=1), model_config=dict(dtype="torch.float32", logprobs_mode="processed_logprobs", max_logprobs=20))
+
+
+def answering(monkeypatch, infos, versions, hung=()):
+    """Servers, by url, with their vllm_config and weight version; the engine of a `hung` one never answers. Returns what was asked: (url, path, seconds waited for at most)."""
+    asked = []
+
+    def ask(method, url, timeout=None, **how):
+        server, path = url[:18], url[18:].split("?")[0]
+        asked.append((server, path, timeout[1] if isinstance(timeout, tuple) else timeout))
+        if server in hung and path not in ("/health", "/v1/models", "/server_info"):
+            raise requests.ReadTimeout("the engine waits in a broadcast")
+        body = {"/v1/models": dict(data=[dict(id="tiny", max_model_len=128)]), "/server_info": dict(vllm_config=infos[server]), "/weight_info": dict(weight_version=versions[server])}.get(path, {})
+        return SimpleNamespace(status_code=200, text=json.dumps(body), json=lambda: body)
+    monkeypatch.setattr("sync.ask", ask)
+    monkeypatch.setattr("serve.ask", ask)
+    return asked
+
+
+def synced(tmp_path, urls, backend="disk", **options):
+    shared = SimpleNamespace(lost=[0] * len(urls), restored=[0] * len(urls), adapters=SimpleNamespace(value=0), oldest_named=SimpleNamespace(value=NEVER))
+    return make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=urls, weight_sync_backend=backend), tiny_lora(**options), torch.float32, shared)
+
+
+@pytest.mark.parametrize("urls", [[A, B], [B, A]])
+@pytest.mark.parametrize("version", ["default", "7"])
+@pytest.mark.parametrize("processes", [1, 8])
+def test_where_one_server_takes_no_adapters_merged_weights_go_to_all_and_none_is_refused_whatever_the_order(tmp_path, group, monkeypatch, urls, version, processes):
+    with_adapters = TAKES | dict(parallel_config=dict(data_parallel_size=1, _api_process_count=processes))
+    asked = answering(monkeypatch, {A: with_adapters, B: TAKES | dict(lora_config=None)}, {A: version, B: version})
+    assert not synced(tmp_path, urls).names_adapters and not any(path == "/weight_info" for _, path, _ in asked), "no engine is needed to tell"
+    answering(monkeypatch, {A: with_adapters, B: TAKES}, {A: version, B: version})
+    if (version, processes) == ("default", 1):
+        assert synced(tmp_path, urls).names_adapters
+    else:
+        with pytest.raises(ConfigError, match="start it again|restart it with --api-server-count 1"):
+            synced(tmp_path, urls)
+
+
+def test_a_run_of_adapters_ends_at_its_start_in_a_sentence_where_the_engine_waits_in_another_trainers_broadcast(tmp_path, group, monkeypatch):
+    asked = answering(monkeypatch, {A: TAKES}, {A: "default"}, hung={A})
+    with pytest.raises(ConfigError, match=f"{A} did not answer /weight_info.*was killed: start it again"):
+        synced(tmp_path, [A])
+    assert asked[-1] == (A, "/weight_info", 120.0)
+
+
+def test_a_server_out_of_use_whose_engine_hangs_is_waited_for_ten_seconds_an_answer(tmp_path, group, monkeypatch):
+    """The others, which may serve on, were once kept from new weights for up to vllm_server_timeout."""
+    hung = set()
+    asked = answering(monkeypatch, {A: TAKES, B: TAKES}, {A: "default", B: "adapters"}, hung)
+    sync = synced(tmp_path, [A, B])
+    sync.push(0, Window())
+    assert sync.current == [0, 1]
+    hung.add(B)
+    sync.shared.lost[1] = 1
+    asked.clear()
+    sync.push(1, Window())
+    waited = [(path, seconds) for server, path, seconds in asked if server == B]
+    assert sync.current == [0] and waited[-1] == ("/weight_info", 10.0) and all(seconds <= 10.0 for _, seconds in waited)
 
 
 def test_ranks_are_rounded_up_to_those_vllm_has_buffers_for():

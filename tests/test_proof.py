@@ -1,5 +1,7 @@
 """The proof of sync, with servers that score by a model of their own: what is asked, when, of whom, and what a failed one says."""
 import copy
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from conftest import tiny_config, tiny_lm
 from config import ConfigError
 from metrics import Window
 from model import Policy
-from sync import Silent
+from sync import Control, Silent, SyncFailed
 from proof import LENGTH, Proof
 
 
@@ -28,13 +30,13 @@ class Servers:
 
     def __init__(self, policy, token_endpoint=True, tells=True):
         self.policy, self.token_endpoint, self.tells, self.control, self.current, self.asked = policy, token_endpoint, tells, self, [0, 1], []
-        self.held, self.says = [policy.lm] * 2, ["default"] * 2
+        self.held, self.says, self.in_use = [policy.lm] * 2, ["default"] * 2, [True, True]
 
     def push(self, version, to=(0, 1)):
         for server in to:
             self.held[server], self.says[server] = copy.deepcopy(self.policy.lm), str(version)
 
-    def check_server(self):
+    def watch_end(self):
         pass
 
     def weight_version(self, server):
@@ -149,6 +151,39 @@ def test_a_server_that_cannot_score_the_probe_stops_the_run():
         proof.check(0, Window())
 
 
+ODD = dict(no_logprobs=dict(choices=[dict(prompt_logprobs=None)]), empty={}, a_list=[], short=dict(prompt_logprobs=[None, {}]), no_number=dict(prompt_logprobs=[None] + [None] * (LENGTH - 1)))
+
+
+@pytest.mark.parametrize("odd", [*ODD, "page", "loading", "wrong"])
+def test_a_failed_proof_is_that_servers_failure_which_ends_the_run_or_leaves_out_one_that_was_just_taken_back(odd):
+    """200 without log-probs was once a traceback of rank 0 alone, and one that came back odd ended a run that others could serve."""
+    policy, sync, proof = made(every=1)
+    answered, left_out = sync.reply, []
+
+    def reply(server, path, body):
+        if server == 0 or odd == "wrong":
+            return answered(server, path, body)
+        return SimpleNamespace(status_code=503 if odd == "loading" else 200, text="loading", json=lambda: ODD[odd] if odd in ODD else json.loads("<html>"))
+
+    def leave_out(server, problem):
+        sync.current.remove(server)
+        left_out.append((server, problem))
+    sync.reply, sync.leave_out = reply, leave_out
+    sync.push(0)
+    if odd == "wrong":
+        with torch.no_grad():
+            sync.held[1].model.norm.weight.mul_(3.0)
+    words = "http://b (does not serve version 0|did not score the probe)"
+    with pytest.raises(SyncFailed, match=words):
+        proof.check(0, Window())
+    sync.in_use[1] = False
+    proof.check(0, Window())
+    assert sync.current == [0] and len(left_out) == 1 and left_out[0][0] == 1 and re.search(words, left_out[0][1])
+    sync.current, proof.checks = [1], 0
+    with pytest.raises(SyncFailed, match=words):
+        proof.check(0, Window())
+
+
 def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops_the_run():
     """It answered the sync a moment before; whoever dies then is drained like at any other time."""
     policy, sync, proof = made(every=1)
@@ -176,6 +211,6 @@ def test_a_server_that_has_gone_silent_is_out_of_use_and_the_last_one_left_stops
         asked.append(1)
         if len(asked) == 3:
             raise ConfigError("the end of its log")
-    sync.check_server = ended
+    sync.watch_end = lambda: Control([], 1.0, ended).watch_end()
     with pytest.raises(ConfigError, match="the end of its log"):
         proof.check(2, Window())

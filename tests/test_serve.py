@@ -1,19 +1,22 @@
 """The server command follows the config, and a server that does not is refused with one sentence."""
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import requests
 from conftest import ROOT, tiny_config
 from peft import LoraConfig
 
 from config import ConfigError
 from flags import cpu_threads, server_command
-from serve import Server, check_server, wait_for_server
+from serve import Server, aside, ask, check_server, wait_for_server
 from sync import Control
 
 
@@ -182,6 +185,34 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_servers(fake_vllm, monk
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert check_server(config, config.server_urls[0]) == 256 and Control(config.server_urls, 60.0, lambda: None).reply(0, "/health").status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_no_proxy_of_the_environment_is_asked_and_its_certificates_count_and_it_stays_as_it_is(monkeypatch, scheme):
+    """no_proxy="*" would do both, but requests writes it into the environment meanwhile: of two threads one found it gone, or left it there."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/own/authority.pem")
+    sent, settings = [], []
+
+    def send(self, request, proxies=None, verify=None, **how):
+        sent.append((requests.utils.select_proxy(request.url, proxies) or None, verify))
+        return SimpleNamespace(is_redirect=False, headers={}, history=[], raw=None, content=b"", elapsed=None, cookies={}, status_code=200)
+    monkeypatch.setattr(requests.sessions, "extract_cookies_to_jar", lambda *args: None)
+    monkeypatch.setattr(requests.Session, "resolve_redirects", lambda *args, **how: iter(()))
+    monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
+    monkeypatch.setattr(type(os.environ), "__setitem__", lambda *args: settings.append(args))
+    ask("GET", f"{scheme}://server:8000/health")
+    assert sent == [(None, "/own/authority.pem")] and not settings
+
+
+def test_whatever_ends_a_thread_reaches_who_waits_for_it():
+    def leave():
+        raise SystemExit("an exit in a thread")
+    with pytest.raises(SystemExit, match="an exit in a thread"):
+        aside(leave).result(timeout=20)
 
 
 def test_a_port_in_use_is_not_taken_for_our_own_server(fake_vllm, tmp_path):

@@ -24,7 +24,7 @@ import transport
 from config import ConfigError
 from metrics import Window
 from model import Policy
-from sync import make_sync
+from sync import Control, make_sync
 from weights import gathered_weights
 
 
@@ -150,6 +150,18 @@ def test_an_nccl_run_ends_at_its_start_where_a_server_waits_in_another_trainers_
         make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=60.0, weight_sync_backend="nccl"), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32)
 
 
+def test_a_server_of_ours_that_ends_during_what_is_asked_once_is_told_by_its_log_though_its_process_outlives_the_connection():
+    """That of an update by nccl, which is not repeated, was once told as a server that cannot be reached."""
+    checks = []
+
+    def check():
+        checks.append(1)
+        if len(checks) == 3:
+            raise ConfigError("the vLLM server exited; the end of its log")
+    with pytest.raises(ConfigError, match="the end of its log"):
+        Control(["http://127.0.0.1:9"], 20.0, check).post(0, "update", "/collective_rpc", {}, once=True)
+
+
 def test_a_server_without_per_token_versions_is_synced_all_the_same(tmp_path, group):
     with FakeVllm(missing=("/update_weight_version",)) as server:
         make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=server.url), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32).push(7, Window())
@@ -187,6 +199,26 @@ def test_a_server_that_is_back_as_another_stays_out_and_one_that_fits_is_taken_b
         assert sync.current == [0, 1] and sync.whole
         sync.push(4, Window())
         assert not sync.whole
+
+
+def test_a_server_that_came_back_and_failed_the_proof_is_left_alone_for_a_while(tmp_path, group):
+    shared = SimpleNamespace(lost=[0, 1], restored=[0, 0])
+    with FakeVllm(keep=False, model="tiny") as a, FakeVllm(keep=False, model="tiny") as b:
+        sync = make_sync(tiny_config(output_dir=str(tmp_path), vllm_server_base_url=[a.url, b.url]), Policy(tiny_lm(), 1.0, "sdpa"), torch.float32, shared)
+        sync.push(0, Window())
+        assert sync.current == [0, 1]
+        sync.leave_out(1, "wrong scores")
+        calls = len(b.calls)
+        sync.push(1, Window())
+        assert sync.current == [0] and shared.restored == [0, -1] and len(b.calls) == calls, "asked again after REST_SECONDS"
+        sync.resting.clear()
+        sync.push(2, Window())
+        assert sync.current == [0, 1]
+        shared.lost[0], shared.restored[0] = 1, 1
+        sync.push(3, Window())
+        sync.leave_out(0, "silent")
+        sync.push(4, Window())
+        assert sync.current == [0, 1], "one that was long in use is asked at once"
 
 
 @pytest.mark.parametrize("full,words", [(False, "phase 'reload' at .*no memory left"), (True, r"phase 'writing' .*No space left on device\)\. The server")])
