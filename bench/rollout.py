@@ -31,7 +31,7 @@ import serve  # noqa: E402
 from config import load_config  # noqa: E402
 from data import load_rows  # noqa: E402
 from model import eos_token_ids, load_tokenizer  # noqa: E402
-from rollout import AsyncRolloutLoop, Shared, _abandon  # noqa: E402
+from rollout import AsyncRolloutLoop, Shared, _leave  # noqa: E402
 from serve import Server, answers, check_server, wait_for_server  # noqa: E402
 
 
@@ -76,7 +76,7 @@ def through_the_loop(config, rows, tokenizer, max_model_len):
     cpu, tail = time.process_time() - cpu, time.perf_counter() - max(replied)
     client.Servers._post = post
     drainer.join()
-    _abandon(shared)                                                     # metrics that nobody reads would keep this process from ending
+    _leave(shared, at_once=True)                                         # metrics that nobody reads would keep this process from ending
     seconds = max(replied) - sent[0][0]
     return (dict(tokens=loop.tokens, seconds=seconds, tail=tail, cpu=cpu, in_flight=(sum(replied) - sum(at for at, _, _ in sent)) / seconds),
             [(at - sent[0][0], url, body) for at, url, body in sent])

@@ -1,4 +1,5 @@
 """Names and defaults are those of the specification; whatever the user can put right is one sentence that names the option."""
+import ast
 import dataclasses
 import inspect
 import pickle
@@ -241,3 +242,22 @@ def test_a_variant_differs_from_its_base_only_where_it_says():
     variant = load_config([str(Path(ROOT, "configs", "smollm_cpu_clipped.py"))])
     changed = {name: getattr(variant, name) for name in DEFAULTS if getattr(variant, name) != getattr(base, name)}
     assert changed == dict(score_centering=False, epsilon_high=0.28, output_dir="runs/smollm_cpu_clipped")
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "bench").glob("*.py"), *(ROOT / "tests").glob("*drills.py")]), ids=lambda path: path.stem)
+def test_every_bench_and_drill_finds_the_names_it_imports_from_here(path):
+    own = {file.stem for folder in (ROOT, ROOT / "bench") for file in folder.glob("*.py")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in own:
+            source = next(folder / f"{node.module}.py" for folder in (ROOT, ROOT / "bench") if (folder / f"{node.module}.py").exists())
+            found = {name for at in ast.parse(source.read_text()).body for name in bound(at)}
+            assert {alias.name for alias in node.names} <= found
+
+
+def bound(statement):
+    """Names that a module's statement binds."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).split(".")[0] for alias in statement.names]
+    return [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
