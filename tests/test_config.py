@@ -246,10 +246,11 @@ def test_a_variant_differs_from_its_base_only_where_it_says():
 
 @pytest.mark.parametrize("path", sorted([*(ROOT / "bench").glob("*.py"), *(ROOT / "tests").glob("*drills.py")]), ids=lambda path: path.stem)
 def test_every_bench_and_drill_finds_the_names_it_imports_from_here(path):
-    own = {file.stem for folder in (ROOT, ROOT / "bench") for file in folder.glob("*.py")}
+    folders = (ROOT, path.parent)
+    own = {file.stem for folder in folders for file in folder.glob("*.py")}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in own:
-            source = next(folder / f"{node.module}.py" for folder in (ROOT, ROOT / "bench") if (folder / f"{node.module}.py").exists())
+            source = next(folder / f"{node.module}.py" for folder in folders if (folder / f"{node.module}.py").exists())
             found = {name for at in ast.parse(source.read_text()).body for name in bound(at)}
             assert {alias.name for alias in node.names} <= found
 
