@@ -75,6 +75,7 @@ def through_the_loop(config, rows, tokenizer, max_model_len):
     asyncio.run(loop.run())
     cpu, tail = time.process_time() - cpu, time.perf_counter() - max(replied)
     client.Servers._post = post
+    gc.unfreeze()
     drainer.join()
     _leave(shared, at_once=True)                                         # metrics that nobody reads would keep this process from ending
     seconds = max(replied) - sent[0][0]
