@@ -9,7 +9,6 @@ import json
 import math
 import time
 from contextvars import ContextVar
-from copy import deepcopy
 from itertools import count
 from pathlib import Path
 
@@ -59,7 +58,7 @@ async def _evaluate_prompt(loop, slots: asyncio.Semaphore, index: int, row: dict
     if not pairs:
         return []
     rollouts = [rollout for _, rollout in pairs]
-    columns = {name: [deepcopy(value) for _ in pairs] for name, value in row.items() if name != "prompt"}
+    columns = {name: [value] * len(pairs) for name, value in row.items() if name != "prompt"}
     names, by_source, rewards = await loop.sum_rewards([prompt for prompt, _ in pairs], [r.completion for r in rollouts], [r.completion_ids for r in rollouts],
                                                        columns, [r.env_reward for r in rollouts], [r.reward for r in rollouts])
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]

@@ -50,7 +50,7 @@ async def _call_one(func, name: str, kwargs: dict[str, list]) -> list[float]:
     count, where = len(kwargs["prompts"]), f"(on prompt {str(kwargs['prompts'][0])[:200]})"
 
     def called():                              # in its thread, if it has one; lists of ints need no deepcopy, 20 times as slow
-        return func(**{key: [*map(list, value)] if key == "completion_ids" else deepcopy(value) for key, value in kwargs.items()})
+        return func(**{key: [*map(list if key == "completion_ids" else deepcopy, values)] for key, values in kwargs.items()})
     try:
         values = called() if inspect.iscoroutinefunction(func) else await in_thread(called, {})
         values = await values if inspect.isawaitable(values) else values       # an async callable object gives one too

@@ -22,7 +22,6 @@ import time
 import traceback
 import uuid
 from contextlib import asynccontextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -311,7 +310,7 @@ class AsyncRolloutLoop:
             raise RuntimeError(f"every rollout of group {group_id} failed: {type(results[0]).__name__}: {results[0]}") from results[0]
         prompts = [prompt for prompt, result in zip(prompts, results) if isinstance(result, Rollout)]
         rollouts = [result for result in results if isinstance(result, Rollout)]
-        columns = {name: [deepcopy(value) for _ in rollouts] for name, value in row.items() if name != "prompt"}      # what a reward function changes is not the dataset's
+        columns = {name: [value] * len(rollouts) for name, value in row.items() if name != "prompt"}
         sequences = []
         for rollout in rollouts:
             samples, invalid = turns_to_samples(rollout.turns, config.num_sampler_logprobs if config.score_centering else 0, group_id, rollout.rollout_id)

@@ -94,9 +94,11 @@ def test_what_a_function_changes_in_a_message_no_other_function_scores_and_nothi
         for prompt, completion, ids, gold in zip(prompts, completions, completion_ids, answer):
             prompt[0]["content"], completion[-1]["content"] = "", completion[-1]["content"].split("</think>")[-1].strip()
             ids.clear(), gold.append(1)
+            assert gold == [3, 1]
         return [float(completion[-1]["content"] == "3") for completion in completions]
     prompts, completions, ids, columns = ([make() for _ in range(2)] for make in (
         lambda: [dict(role="user", content="1 + 2?")], lambda: [dict(role="assistant", content="<think>why</think> 3")], lambda: [7], lambda: [3]))
+    columns = columns[:1] * 2                  # a group's rollouts share their row's
     for funcs in ([right, format_reward], [format_reward, right]):
         assert asyncio.run(call_rewards(funcs, prompts, completions, ids, dict(answer=columns))).tolist() == [[1.0, 1.0]] * 2
     assert completions[0][0]["content"] == "<think>why</think> 3" and prompts[1][0]["content"] == "1 + 2?" and ids == [[7]] * 2 and columns == [[3]] * 2
