@@ -3,6 +3,7 @@
     sync_worker.py OUT RANKS        or by torchrun: sync_worker.py OUT
 """
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -140,3 +141,4 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
         work()
         dist.destroy_process_group()
+        os._exit(0)          # torch's own teardown sometimes aborts after this ("terminate called without an active exception", on either rank): see LOG.md
