@@ -692,19 +692,29 @@ SIGNATURE = dict(scale="fp32", softcap="fp32", LSE="*fp32", DELTA="*fp32") | dic
     dict.fromkeys(("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV"), "*bf16"))
 
 
-@pytest.mark.parametrize("name,kernel", [("forward", "_forward"), ("queries", "_backward_queries"), ("keys", "_backward_keys")])
-def test_the_widest_kernels_fit_into_a_hoppers_shared_memory(name, kernel):
-    """Heads of 256 channels (Qwen3.5, Gemma) in bf16, compiled for sm_90 without a GPU; the interpreter knows no such limit."""
+def compiled_for_hopper(name, kernel, width):
+    """A kernel of tree_kernel.py as ptxas makes it for sm_90, without a GPU."""
     import tree_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile as compile_kernel
-    function, query = getattr(tree_kernel, kernel), torch.empty(1, 16, 64, 256, dtype=torch.bfloat16)
-    constants = dict(SHARED=2, D=256, WIDTH=256, BLOCK=tree_kernel.BLOCK, WINDOW=0, CAPPED=False, PRECISION="tf32")
+    function, query = getattr(tree_kernel, kernel), torch.empty(1, 16, 64, width, dtype=torch.bfloat16)
+    constants = dict(SHARED=2, D=width, WIDTH=width, BLOCK=tree_kernel.BLOCK, WINDOW=0, CAPPED=False, PRECISION="tf32")
     constants |= {} if name == "keys" else dict(STACK=tree_kernel._stack(query, query[:, :8]))
     signature = {argument: "constexpr" if argument in constants else SIGNATURE.get(argument, "i32") for argument in function.arg_names}
     source = ASTSource(function, signature, constexprs={(function.arg_names.index(key),): value for key, value in constants.items()})
-    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=tree_kernel._launch(name, query))
-    assert built.metadata.shared <= 232_448
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=tree_kernel._launch(name, query)).metadata
+
+
+@pytest.mark.parametrize("name,kernel", [("forward", "_forward"), ("queries", "_backward_queries"), ("keys", "_backward_keys")])
+def test_the_widest_kernels_fit_into_a_hoppers_shared_memory(name, kernel):
+    """Heads of 256 channels (Qwen3.5, Gemma) in bf16; the interpreter knows no such limit."""
+    assert compiled_for_hopper(name, kernel, 256).shared <= 232_448
+
+
+def test_two_programs_of_the_usual_forward_fit_on_a_hoppers_multiprocessor():
+    """233,472 bytes of shared memory, of which each program costs 1,024 more, and 65,536 registers."""
+    made = compiled_for_hopper("forward", "_forward", 128)
+    assert 2 * (made.shared + 1024) <= 233_472 and 2 * 32 * made.num_warps * made.maxnreg <= 65_536
 
 
 def test_rows_for_a_gpu_end_with_a_tile_of_flex_attention():
