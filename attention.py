@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from deltanet import Segments
+from arrays import on_device
 
 NAME = "tree"
 TILE = 128          # FlexAttention's sparse block, in tokens
@@ -86,18 +87,6 @@ class Tree:
         return Paths(self.segment_start, self.segment_parent, len(self.end), self.device)
 
 
-def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One copy for all, which does not make the host wait. Each starts at a multiple of 16 bytes, for which kernels are specialised."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0] + [-(-array.nbytes // 16) * 16 for array in arrays])
-    staging = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
-    for array, start in zip(arrays, starts):
-        staging.numpy()[start:start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    moved = staging.to(device, non_blocking=True)
-    return [moved[start:start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape) for array, start in zip(arrays, starts)]
-
-
 def _mask_mod(end: Tensor, position_ids: Tensor, window: int | None):
     def sees(batch, head, i, j):
         return (j <= i) & (i < end[j])
@@ -124,7 +113,7 @@ class Paths:
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
         queries, keys = stops - segment_start, np.array([len(path) for path in paths])
         bounds = [np.append(0, x.cumsum()).astype(np.int32) for x in (queries, keys)]
-        self.index, self.cu_queries, self.cu_keys = to_device([np.concatenate(paths), *bounds], device)          # (P,) row indices, (S + 1,), (S + 1,)
+        self.index, self.cu_queries, self.cu_keys = on_device([np.concatenate(paths), *bounds], device)          # (P,) row indices, (S + 1,), (S + 1,)
         self.max_queries, self.max_keys = int(queries.max()), int(keys.max())
 
 

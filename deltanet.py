@@ -11,7 +11,7 @@ depth, a *level*, run in one call, and autograd sums a shared state's gradient o
 Inside a layer tokens lie in *level order*, every level one slice; for one group that is the row's own order.
 """
 import inspect
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
@@ -23,13 +23,10 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
 
-from loss import fused
+from delta_rule import torch_delta_rule
+from arrays import on_device
 
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-CHUNK = 64           # tokens whose influence on each other is solved for at once
-SHORT = 16           # the same where many segments are so short that a level would be mostly padding
-LONG = 2048          # of one beside them, which takes four times the steps then
-MANY = 256           # chunks from which on that costs memory worth a second compilation
 
 
 class Level(NamedTuple):
@@ -62,7 +59,7 @@ class Segments:
                    for above, group in zip([groups[0], *groups], groups)]
         bounds = [np.cumsum(np.append(0, lengths[group])) for group in groups]
         self.in_order = bool((inverse == np.arange(num_tokens)).all())
-        self.order, self.inverse, self.heads, self.sources, slots, *rest = _to_device(
+        self.order, self.inverse, self.heads, self.sources, slots, *rest = on_device(
             [np.argsort(inverse), inverse, *_own_predecessors(before, begin, lengths, kernel_size), *parents, *bounds], device)
         self.slots = slots.view(kernel_size, -1)                                        # (kernel, R)
         self.levels = [Level(tuple(lengths[group].tolist()), parent, cu_seqlens, torch.from_numpy(bound))
@@ -89,14 +86,6 @@ def _own_predecessors(before: np.ndarray, begin: np.ndarray, lengths: np.ndarray
         path.append(before[path[-1]])
     sources, slots = np.unique(np.append(path, len(before) - 1), return_inverse=True)
     return path[0], sources[:-1], slots[:-1]
-
-
-def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One asynchronous copy of all. Each starts at a multiple of 16 bytes: kernels are specialised for aligned pointers."""
-    sizes = [len(array) + len(array) % 2 for array in arrays]
-    buffer = torch.from_numpy(np.concatenate([np.pad(array, (0, len(array) % 2)) for array in arrays]).astype(np.int64))
-    buffer = buffer.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else buffer
-    return [part[:len(array)] for part, array in zip(buffer.split(sizes), arrays)]
 
 
 class Permute(torch.autograd.Function):
@@ -183,75 +172,6 @@ def _fla():
 def fla_kernel(query: Tensor):
     """The kernel if it is installed and made for such a tensor, 16 bits on a GPU, else None."""
     return _fla() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-
-
-@lru_cache(maxsize=64)
-def _chunks(lengths: tuple[int, ...], device: torch.device):
-    """Segments, the longest first, cut into chunks of L tokens: the first chunk of each, then the second of each that has one, and so on.
-
-    -> segments at each step, which are the first ones; (chunks, L) token at each place (T: padding), a chunk of padding added to a single one, for
-    which compiled code would be made anew; place of each token; the segments in this order, and back.
-    """
-    lengths, total = np.array(lengths), sum(lengths)
-    chunks = (-(-lengths // CHUNK)).sum()
-    size = SHORT if chunks > MANY and chunks * CHUNK > 4 * total and lengths.max() <= LONG else CHUNK         # L
-    order = np.argsort(-lengths, kind="stable")
-    counts = [int((lengths > begin).sum()) for begin in range(0, lengths.max(), size)]
-    segment = np.concatenate([order[:count] for count in counts])[:, None]         # (chunks, 1)
-    offset = np.repeat(np.arange(len(counts)), counts)[:, None] * size + np.arange(size)        # (chunks, L)
-    token = np.where(offset < lengths[segment], (np.cumsum(lengths) - lengths)[segment] + offset, total).ravel()
-    place = np.argsort(token, kind="stable")[:total]
-    if len(token) == size:
-        token = np.append(token, np.full(size, total))
-    token, *moved = _to_device([token, place, order, np.argsort(order)], device)
-    return counts, token.view(-1, size), *moved
-
-
-def _within_chunks(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, token: Tensor) -> tuple[Tensor, ...]:
-    """What each chunk gives before it knows the state it starts from: the factors of torch_delta_rule's loop, (chunks · H, L, ...)."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-
-    def chunked(x):                                                                 # (T, H, ...) -> (chunks, H, L, ...)
-        return F.pad(x.to(wide), (0, 0) * (x.ndim - 1) + (0, 1)).index_select(0, token.flatten()).unflatten(0, token.shape).transpose(1, 2)
-
-    q, k, v, total, beta = chunked(query), chunked(key), chunked(value), chunked(g).cumsum(-1), chunked(beta)[..., None]   # total: G
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    future = torch.ones(2 * token.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()   # (chunks, H, L, L)
-    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, beta * torch.cat([v, -k * total.exp()[..., None]], -1),
-                                           upper=False, unitriangular=True)
-    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)                     # u = write + erase @ S_0
-    parts = (write, erase, q * total.exp()[..., None], (q @ k.mT) * decay, (k * (total[..., -1:] - total).exp()[..., None]).mT,
-             total[..., -1].exp()[..., None, None])
-    return tuple(part.flatten(0, 1) for part in parts)
-
-
-def torch_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...],
-                     initial_state: Tensor | None = None, output_final_state: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule in chunks of L tokens, in fp32 or wider. query, key (T, H, K), value (T, H, V), g, beta (T, H), segments
-    of `lengths` end to end, initial_state (S, H, K, V) -> (T, H, V), final states (S, H, K, V).
-
-    With G the cumulative g of a chunk, S_t = exp(G_t)·S_0 + Σ_{j<=t} exp(G_t - G_j)·k_j u_jᵀ, where u solves the triangular system
-    u_t + β_t Σ_{j<t} exp(G_t - G_j) (k_t·k_j) u_j = β_t v_t - β_t exp(G_t)·S_0ᵀ k_t. Padding has β = g = 0 and changes nothing.
-    The loop starts few kernels: on a GPU the host's time for each of them is what it takes.
-    """
-    counts, token, place, order, back = _chunks(lengths, query.device)
-    tensors = query, key, value, g, beta, token
-    parts = fused(_within_chunks, *tensors) if len(query) > 1 else _within_chunks(*tensors)      # of a single token it would be compiled anew
-    heads, shape = query.shape[1], (len(lengths), query.shape[1], query.shape[2], value.shape[2])
-    states = parts[0].new_zeros(shape) if initial_state is None else initial_state.to(parts[0].dtype).index_select(0, order)
-    states, ended, outs = states.flatten(0, 1), [], []                              # (A · H, K, V) of the A segments that go on
-    sizes = [count * heads for count in counts]
-    for size, write, erase, read, within, keep, left in zip(sizes, *(part.split([*sizes, len(part) - sum(sizes)]) for part in parts)):
-        if size < len(states):
-            states, short = states.split([size, len(states) - size])
-            ended.append(short)
-        u = torch.baddbmm(write, erase, states)                                     # (A · H, L, V)
-        outs.append(torch.baddbmm(torch.bmm(read, states), within, u))
-        states = torch.baddbmm(left * states, keep, u)
-    out = torch.cat(outs).unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).index_select(0, place).to(query.dtype)
-    return out, torch.cat([states, *ended[::-1]]).view(shape).index_select(0, back) if output_final_state else None
 
 
 def _project(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

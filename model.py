@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import attention
 import deltanet
 from adapters import add_adapters
+from arrays import on_device
 from config import Config, ConfigError
 from loss import Candidates, fused_logprobs
 from packing import Row, Sample, pack_row
@@ -225,7 +226,7 @@ KEPT = {"mm", "addmm", "_grouped_mm", "attention", "_flash_attn_forward", "flex_
 def to_device(row: Row, device: torch.device) -> tuple[dict, Candidates | None]:
     """The row's arrays as tensors, its `tree`, and its candidate sets in the form the head takes."""
     arrays = {name: value for name, value in vars(row).items() if isinstance(value, np.ndarray) and not name.startswith("segment_")}
-    tensors: dict = dict(zip(arrays, attention.to_device(list(arrays.values()), device)))
+    tensors: dict = dict(zip(arrays, on_device(list(arrays.values()), device)))
     tensors["tree"] = attention.Tree(tensors.pop("end"), tensors.pop("position_ids"), row.segment_start, row.segment_parent)
     if row.candidate_ids is None:
         return tensors, None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import alone, make_sample, random_group, tensors_of
+from conftest import CountOps, alone, make_sample, random_group, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,8 +14,10 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 import attention
+import delta_rule
 import deltanet
-from deltanet import Segments, install, torch_delta_rule, tree_conv, tree_delta_rule
+from delta_rule import torch_delta_rule
+from deltanet import Segments, install, tree_conv, tree_delta_rule
 from model import Policy, prepare_layers
 from packing import pack_row
 
@@ -168,10 +170,10 @@ def test_convolution_and_delta_rule_of_any_trie_equal_the_naive_recurrence_of_ev
     leaves = [t.requires_grad_() for t in (x, weight, g, beta)]
     segments = Segments(row.segment_start, row.segment_parent, n, CPU, kernel_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltanet, "CHUNK", chunk)
-        deltanet._chunks.cache_clear()
+        patch.setattr(delta_rule, "CHUNK", chunk)
+        delta_rule._chunks.cache_clear()
         out = core(x, weight, -g.abs(), beta.sigmoid(), segments)
-        deltanet._chunks.cache_clear()
+        delta_rule._chunks.cache_clear()
     wanted = {}
     for path in (path for i, path in enumerate(paths_of(row)) if row.end[i] == i + 1):       # every token lies on the path of a leaf
         wanted.update(zip(path.tolist(), naive_layer(x[path], weight, -g[path].abs(), beta[path].sigmoid(), 2, 2)))
@@ -190,15 +192,27 @@ def test_a_level_of_many_short_segments_is_not_mostly_padding_and_equals_the_rec
     q, k, v, g, beta, start = (torch.randn(shape, generator=generator, dtype=torch.float64)
                                for shape in ((N, 2, 2), (N, 2, 2), (N, 2, 3), (N, 2), (N, 2), (len(lengths), 2, 2, 3)))
     tensors = (q, k, v, -g.abs(), beta.sigmoid())
-    counts, token, *_ = deltanet._chunks(lengths, CPU)
-    assert deltanet._chunks((*lengths, 5000), CPU)[1].shape[1] == 64, "nor four times the steps for a long one beside them"
+    counts, token, *_ = delta_rule._chunks(lengths, CPU)
+    assert delta_rule._chunks((*lengths, 5000), CPU)[1].shape[1] == 64, "nor four times the steps for a long one beside them"
     assert token.numel() < 6 * N and sum(counts) == len(token) and len(counts) == -(-max(lengths) // token.shape[1])
-    out, states = deltanet.torch_delta_rule(*tensors, lengths, initial_state=start)
+    out, states = delta_rule.torch_delta_rule(*tensors, lengths, initial_state=start)
     for n, parts in enumerate(zip(*(x.split(lengths) for x in (*tensors, out)))):
         if n % 50 == 0 or lengths[n] == long:
             *parts, got = parts
-            wanted, state = deltanet.torch_delta_rule(*parts, (len(got),), initial_state=start[n:n + 1])
+            wanted, state = delta_rule.torch_delta_rule(*parts, (len(got),), initial_state=start[n:n + 1])
             assert (got - wanted).abs().max() < 1e-10 and (states[n] - state[0]).abs().max() < 1e-10
+
+
+def test_a_step_over_chunks_starts_eight_kernels_forward_and_backward():
+    """On a GPU the host's time for each is what a row of few tokens takes: it was 19 when autograd kept the steps' books."""
+    def kernels(steps):
+        tensors = [torch.rand(shape, requires_grad=True) for shape in ((steps * 64 + 64, 1, 4),) * 3 + ((steps * 64 + 64, 1),) * 2]
+        with CountOps() as ops:
+            out, states = torch_delta_rule(*(tensor * -1 if n == 3 else tensor for n, tensor in enumerate(tensors)), (steps * 64, 64))
+            (out.sum() + states.sum()).backward()
+        views = {"transpose.int", "slice.Tensor", "view", "split_with_sizes", "unsqueeze", "expand", "detach", "squeeze.dim", "select.int"}
+        return sum(count for name, count in ops.counts.items() if name.removeprefix("aten::") not in views)
+    assert kernels(21) - kernels(11) == 10 * 8
 
 
 class WideGatedNorm(nn.Module):
@@ -346,13 +360,13 @@ def test_a_hybrids_compiled_parts_compile_once_for_rows_of_any_structure_and_the
     wanted = [(out := plain(tensors_of(row)[0])[0], weighted_gradients(plain, out)) for row in rows]
     conv = torch.compile(tree_conv, dynamic=True, backend=counting)                              # on a GPU the layers' own
     monkeypatch.setattr(deltanet, "tree_conv", conv)
-    chunks = torch.compile(deltanet._within_chunks, dynamic=False, backend=counting)
+    chunks = torch.compile(delta_rule._within_chunks, dynamic=False, backend=counting)
 
     def fused(function, *tensors):
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return chunks(*tensors)
-    monkeypatch.setattr(deltanet, "fused", fused)
+    monkeypatch.setattr(delta_rule, "fused", fused)
     counts = []
     for row, (logprobs, gradients) in zip(rows, wanted):
         out = compiled(tensors_of(row)[0])[0]
