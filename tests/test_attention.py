@@ -701,7 +701,8 @@ def compiled_for_hopper(name, kernel, width):
     constants = dict(SHARED=2, D=width, WIDTH=width, BLOCK=tree_kernel.BLOCK, WINDOW=0, CAPPED=False, PRECISION="tf32")
     constants |= {} if name == "keys" else dict(STACK=tree_kernel._stack(query, query[:, :8]))
     signature = {argument: "constexpr" if argument in constants else SIGNATURE.get(argument, "i32") for argument in function.arg_names}
-    source = ASTSource(function, signature, constexprs={(function.arg_names.index(key),): value for key, value in constants.items()})
+    aligned = {(n,): [["tt.divisibility", 16]] for n, (argument, kind) in enumerate(signature.items()) if kind[0] == "*" or argument.endswith(("_head", "_token"))}     # else nothing is loaded ahead
+    source = ASTSource(function, signature, constexprs={(function.arg_names.index(key),): value for key, value in constants.items()}, attrs=aligned)
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=tree_kernel._launch(name, query)).metadata
 
 
