@@ -327,6 +327,8 @@ def main(argv: list[str]) -> None:
     except SystemExit:
         print("stopped by a signal" + (" (Ctrl-C)" if stop.number == signal.SIGINT else "") + ("; resume_from_checkpoint=True goes on" if stop.saves else ""), file=sys.stderr, flush=True)
         raise
+    finally:
+        time.sleep(0.2)          # without Python's lock: a thread of gloo's that has yet to free a collective's tensors aborts the process once the interpreter ends (LOG.md)
 
 
 if __name__ == "__main__":

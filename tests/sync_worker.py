@@ -141,4 +141,4 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
         work()
         dist.destroy_process_group()
-        os._exit(0)          # torch's own teardown sometimes aborts after this ("terminate called without an active exception", on either rank): see LOG.md
+        os._exit(0)          # DTensor keeps the group and so gloo's threads: one that frees the last broadcast's tensors while the interpreter ends aborts (8 of 40 runs): see LOG.md

@@ -148,6 +148,12 @@ def test_three_steps_train_every_parameter_on_any_number_of_ranks_alike(results,
     assert all(change.max() > 1e-6 for change in moved.values()) and (job == "untied_steps" or (moved["model.embed_tokens.weight"].amax(1) > 0).all())
 
 
+def test_a_rank_leaves_when_gloos_threads_have_freed_what_they_hold(tmp_path):
+    """CPython 3.11 ends a thread that wants its lock while the interpreter ends, and C++ aborts then: code -6, after a complete run."""
+    ranks = [subprocess.Popen([sys.executable, HERE / "leave_worker.py", str(rank), tmp_path / "store"]) for rank in (0, 1)]
+    assert [process.wait(120) for process in ranks] == [0, 3]
+
+
 def test_tokens_that_are_context_count_in_no_divisor_and_a_step_without_a_trained_token_is_finite():
     """Two completions of 10 tokens, one masked out: the divisor is 10. None trained: loss and gradient are 0, not 0/0."""
     sample = make_sample(np.arange(15) % 37, 5)
