@@ -1,5 +1,6 @@
 """leave_worker.py RANK STORE: rank 1 leaves train.main while a thread of gloo's has a broadcast's tensor to free, which takes it 0.1 s."""
 import builtins
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ DTensor.from_local(torch.ones(4), dist.init_device_mesh("cpu", (2,)), [Shard(0)]
 if rank == 0:
     time.sleep(0.5)                                     # until the other has nothing left of it
     dist.broadcast(torch.ones(1), src=0)
+    os._exit(0)
 else:
     tensor, freed = torch.zeros(1), threading.Event()
     weakref.finalize(tensor, slowly, freed).atexit = False
