@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from deltanet import Segments
 from arrays import on_device
+from deltanet import Segments
 
 NAME = "tree"
 TILE = 128          # FlexAttention's sparse block, in tokens
