@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
 
-from delta_rule import torch_delta_rule
 from arrays import on_device
+from delta_rule import torch_delta_rule
 
 LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
